@@ -190,7 +190,7 @@ def _json_or_text(value: str):
 
 
 def train_tokenizer(rows, vocab_size: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE on the texts of a (possibly streamed) dataset. Small corpora give fewer than `vocab_size` words."""
+    """Byte-level BPE on the texts of a (possibly streamed) dataset. A small corpus gives fewer words."""
     if not isinstance(rows, datasets.Dataset):
         rows = islice(rows, TOKENIZER_DOCUMENTS)
     tokenizer = Tokenizer(models.BPE())

@@ -6,11 +6,11 @@ read their text here, so that the same ``--dataset`` means the same text everywh
 
 import platform
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import NamedTuple
 
 from datasets import Dataset, DatasetDict, load_dataset
 from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
-from pydoc_data.topics import topics
 
 BUILDERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 SPLIT_PREFIXES = {"train": ("train",), "validation": ("valid", "val", "dev"), "test": ("test",)}
