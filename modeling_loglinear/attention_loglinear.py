@@ -133,7 +133,16 @@ def loglinear_attention(
         _check_state(initial_state, num_seqs, query, value, level_weights, chunk_size)
     if backend == "reference":
         return _reference(
-            query, key, value, log_decay, level_weights, chunk_size, initial_state, return_final_state, lengths, cu_seqlens
+            query,
+            key,
+            value,
+            log_decay,
+            level_weights,
+            chunk_size,
+            initial_state,
+            return_final_state,
+            lengths,
+            cu_seqlens,
         )
     tree_attention = _choose_tree(backend, query, value, level_weights, chunk_size)
     if initial_state is None and not return_final_state:
@@ -142,7 +151,17 @@ def loglinear_attention(
         )
         return output, None
     return _with_state(
-        tree_attention, query, key, value, log_decay, level_weights, chunk_size, initial_state, return_final_state, lengths, cu_seqlens
+        tree_attention,
+        query,
+        key,
+        value,
+        log_decay,
+        level_weights,
+        chunk_size,
+        initial_state,
+        return_final_state,
+        lengths,
+        cu_seqlens,
     )
 
 
@@ -288,7 +307,11 @@ def _use_triton(backend, query, value, level_weights, chunk_size):
 
 
 def _choose_tree(backend, query, value, level_weights, chunk_size):
-    return triton_tree_attention if _use_triton(backend, query, value, level_weights, chunk_size) else _torch_tree_attention
+    return (
+        triton_tree_attention
+        if _use_triton(backend, query, value, level_weights, chunk_size)
+        else _torch_tree_attention
+    )
 
 
 # ------------------------------------------------------------------------------------------------------- the definition
@@ -393,7 +416,9 @@ def _reference_state(key, value, log_decay, k, v, state, C):
 def _blocks(chunks: int, num_levels: int) -> dict[int, tuple[int, int]]:
     """The Fenwick blocks of the first `chunks` chunks: {level: (first chunk, last chunk + 1)}; the last level takes the rest."""
     top = num_levels - 1
-    blocks = {level: ((chunks >> level) - 1 << level, chunks >> level << level) for level in range(top) if chunks >> level & 1}
+    blocks = {
+        level: ((chunks >> level) - 1 << level, chunks >> level << level) for level in range(top) if chunks >> level & 1
+    }
     if chunks >> top:
         blocks[top] = (0, chunks >> top << top)
     return blocks
@@ -436,7 +461,7 @@ def _with_state(
     if not return_final_state:
         return output, None
     ring = [
-        ring_update(ring, new.flatten(0, 1), old.lengths, new_tokens, new_starts)
+        ring_update(ring, new, old.lengths, new_tokens, new_starts)
         for ring, new in ((old.key, key), (old.value, value), (old.log_decay, log_decay))
     ]
     return output, LogLinearState(*ring, levels, final_chunk, final_lengths)
@@ -486,17 +511,24 @@ class _Extension:
         return output.flatten(0, 1).index_select(0, self.back).unflatten(0, self.new_shape)
 
 
-def ring_update(ring, tokens, old_lengths, new_tokens, starts):
+def ring_update(ring, tokens, old_lengths, new_tokens, starts=None):
     """Writes the newest tokens of each sequence into its ring: slot s holds the last position p with p % R == s.
 
-    ring [num_seqs, R, ...]; tokens [all, ...] hold `new_tokens` [num_seqs] tokens of each sequence from row `starts` [num_seqs] on.
+    Args:
+        ring (`torch.Tensor` of shape `[num_seqs, R, ...]`): not changed.
+        tokens (`torch.Tensor` of shape `[B, T, ...]`): new tokens.
+        old_lengths, new_tokens (`torch.Tensor` of shape `[num_seqs]`): tokens seen before and how many are new.
+        starts (`torch.Tensor` of shape `[num_seqs]`, *optional*): where the new tokens begin in the flattened `tokens`;
+            `None`: at the front of each row.
     """
-    R = ring.shape[1]
+    R, (B, T) = ring.shape[1], tokens.shape[:2]
+    if starts is None:
+        starts = torch.arange(B, device=ring.device) * T
     last = (old_lengths + new_tokens - 1)[:, None]
     position = last - (last - torch.arange(R, device=ring.device)) % R  # [num_seqs, R]
     is_new = position >= old_lengths[:, None]
-    index = (starts[:, None] + position - old_lengths[:, None]).clamp(0, tokens.shape[0] - 1)
-    newest = tokens.index_select(0, index.flatten()).unflatten(0, index.shape)
+    index = (starts[:, None] + position - old_lengths[:, None]).clamp(0, B * T - 1)
+    newest = tokens.flatten(0, 1).index_select(0, index.flatten()).unflatten(0, index.shape)
     return torch.where(is_new.view(*is_new.shape, *[1] * (ring.dim() - 2)), newest, ring)
 
 
@@ -544,7 +576,9 @@ def _torch_tree_attention(
         gap = torch.zeros_like(node_decay)  # [S, H] decay from the end of the node just read to the start of the chunk
         final = []
         if initial_levels is not None:
-            initial = initial_levels.to(dtype).unflatten(2, (G, H // G)).transpose(3, 4).flatten(4)  # [num_seqs, K, G, N, H/G * P]
+            initial = (
+                initial_levels.to(dtype).unflatten(2, (G, H // G)).transpose(3, 4).flatten(4)
+            )  # [num_seqs, K, G, N, H/G * P]
         for level in range(tree.depth):
             if initial_levels is not None and level <= top:
                 nodes = torch.cat([nodes, initial[:, level]])
@@ -557,7 +591,9 @@ def _torch_tree_attention(
                 readers = at.readers.flatten()
                 read = q.index_select(0, readers).unflatten(0, (R, r)).transpose(1, 2).flatten(2, 3)  # [R, G, r * C, N]
                 read = read @ nodes.index_select(0, at.source)  # [R, G, r * C, H/G * P]
-                read = read.unflatten(2, (r, C)).transpose(1, 2).flatten(0, 1).unflatten(3, (H // G, P))  # [R * r, G, C, H/G, P]
+                read = (
+                    read.unflatten(2, (r, C)).transpose(1, 2).flatten(0, 1).unflatten(3, (H // G, P))
+                )  # [R * r, G, C, H/G, P]
                 weight = weights[..., min(C.bit_length() + level, L - 1)] * (decay + gap[:, None]).exp()  # [S, C, H]
                 weight = weight.index_select(0, readers)
                 passed = node_decay.index_select(0, at.source)[:, None].expand(-1, r, -1).flatten(0, 1)  # [R * r, H]
@@ -584,7 +620,9 @@ def _inside_chunks(q, k, v, decay, weights):
     H, L = weights.shape[2:]
     i, j = torch.arange(C, device=q.device)[:, None], torch.arange(C, device=q.device)
     level = bit_length(i ^ j).clamp(max=L - 1)  # [C, C]
-    is_level = F.one_hot(level, min(C.bit_length(), L)).to(q.dtype)  # [C, C, l]; a product, since its gradient is one as well
+    is_level = F.one_hot(level, min(C.bit_length(), L)).to(
+        q.dtype
+    )  # [C, C, l]; a product, since its gradient is one as well
     weight = torch.einsum("sihl,ijl->shij", weights[..., : is_level.shape[-1]], is_level)  # [S, H, C, C]
     along_i = decay.transpose(1, 2)  # [S, H, C]
     gate = (along_i[..., :, None] - along_i[..., None, :]).masked_fill(i < j, -torch.inf).exp() * weight

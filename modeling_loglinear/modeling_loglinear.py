@@ -1,0 +1,715 @@
+"""The LogLinear model: mixer, block, backbone and causal language model, from the equations up.
+
+The block is that of Mamba-2 (arXiv 2405.21060): `[z, x, B, C, dt] = in_proj(u)`, a causal convolution, attention, a gated norm
+and `out_proj`. Its attention is log-linear (arXiv 2506.04761): the state is a Fenwick tree of states, each read with a weight
+lambda that the input decides (arXiv 2605.06946).
+"""
+
+import math
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache
+from transformers.generation import GenerationMixin
+from transformers.integrations.accelerate import force_accelerate_hooks
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_utils import PreTrainedModel
+from transformers.utils import logging
+
+from .attention_loglinear import loglinear_attention, loglinear_attention_step
+from .cache_loglinear import FenwickCache
+from .configuration_loglinear import LogLinearConfig
+
+
+logger = logging.get_logger(__name__)
+
+# transformers calls the cache `past_key_values` up to 5.17 and `cache` in 5.24.
+CACHE_NAME = "cache" if "cache" in {field.name for field in fields(BaseModelOutputWithPast)} else "past_key_values"
+
+
+@dataclass
+class LogLinearModelOutput(BaseModelOutputWithPast):
+    """`last_hidden_state`, the cache (as `cache` and as `past_key_values`) and `hidden_states`."""
+
+    if CACHE_NAME != "cache":
+
+        @property
+        def cache(self):
+            return self.past_key_values
+
+
+@dataclass
+class LogLinearCausalLMOutput(CausalLMOutputWithPast):
+    """`loss`, `logits`, the cache (as `cache` and as `past_key_values`) and `hidden_states`."""
+
+    if CACHE_NAME != "cache":
+
+        @property
+        def cache(self):
+            return self.past_key_values
+
+
+class TokenLayout(NamedTuple):
+    """Where the real tokens of a batch stand; the same for all layers, so worked out once."""
+
+    lengths: torch.Tensor | None = None  # [B] real tokens per row, at its front; None: all
+    cu_seqlens: torch.Tensor | None = None  # [num_seqs + 1] borders of the sequences packed into one row
+    positions: torch.Tensor | None = None  # [T] position of each packed token in its sequence
+
+
+class LogLinearRMSNorm(nn.Module):
+    """Root-mean-square norm over the last dimension, in float32."""
+
+    def __init__(self, hidden_size, eps=1e-6):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.variance_epsilon = eps
+
+    def forward(self, hidden_states):
+        normed = F.rms_norm(hidden_states.float(), hidden_states.shape[-1:], eps=self.variance_epsilon)
+        return self.weight * normed.to(self.weight.dtype)
+
+
+class LogLinearGatedRMSNorm(nn.Module):
+    """`rms_norm(y * silu(z))` over each group's channels, in float32."""
+
+    def __init__(self, hidden_size, num_groups, eps=1e-6):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.num_groups = num_groups
+        self.variance_epsilon = eps
+
+    def forward(self, hidden_states, gate):
+        gated = hidden_states.float() * F.silu(gate.float())
+        grouped = gated.unflatten(-1, (self.num_groups, -1))  # [B, T, G, D / G]
+        normed = F.rms_norm(grouped, grouped.shape[-1:], eps=self.variance_epsilon).flatten(-2)
+        return self.weight * normed.to(self.weight.dtype)
+
+
+class LogLinearLambdaHead(nn.Module):
+    """Level weights lambda_t >= 0 from d_t = lambda_proj(x_t), one vector of L per head (arXiv 2605.06946, section 3).
+
+    mlp_softplus: softplus(d W1 W2 + b), W1 [L, 2L] and W2 [2L, L] shared by the heads, W2 = 0 and b = 0.54 at initialisation
+    mlp_softmax:  the same with a softmax over the levels
+    linear:       softplus(L_h * d) with a learned scale per head and level (arXiv 2506.04761)
+    """
+
+    def __init__(self, config: LogLinearConfig):
+        super().__init__()
+        self.mode = config.lambda_mode
+        levels = config.num_levels
+        if self.mode == "linear":
+            self.scale = nn.Parameter(torch.ones(config.num_heads, levels))
+        else:
+            self.up = nn.Parameter(torch.empty(levels, 2 * levels))  # W1
+            self.down = nn.Parameter(torch.empty(2 * levels, levels))  # W2
+            self.bias = nn.Parameter(torch.empty(levels))
+
+    def forward(self, levels):
+        """[B, T, H, L] -> [B, T, H, L] in float32 (float64 stays)."""
+        dtype = torch.promote_types(levels.dtype, torch.float32)
+        levels = levels.to(dtype)
+        with torch.autocast(levels.device.type, enabled=False):
+            if self.mode == "linear":
+                return F.softplus(self.scale.to(dtype) * levels)
+            levels = levels @ self.up.to(dtype) @ self.down.to(dtype) + self.bias.to(dtype)
+        return levels.softmax(-1) if self.mode == "mlp_softmax" else F.softplus(levels)
+
+
+class LogLinearMixer(nn.Module):
+    """Sequence mixing: projections, causal convolution, log-linear attention, gated norm."""
+
+    def __init__(self, config: LogLinearConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.num_heads, self.head_dim = config.num_heads, config.head_dim
+        self.num_groups, self.state_size = config.n_groups, config.state_size
+        self.num_levels, self.chunk_size = config.num_levels, config.chunk_size
+        self.conv_kernel = config.conv_kernel
+        self.act = ACT2FN[config.hidden_act]
+
+        self.split_sizes = [config.intermediate_size, config.conv_dim, config.num_heads]  # z, (x, B, C), dt
+        self.in_proj = nn.Linear(config.hidden_size, sum(self.split_sizes), bias=config.use_bias)
+        self.conv1d = nn.Conv1d(
+            config.conv_dim,
+            config.conv_dim,
+            config.conv_kernel,
+            groups=config.conv_dim,
+            padding=config.conv_kernel - 1,
+            bias=config.use_conv_bias,
+        )
+        if config.lambda_mode != "fixed":
+            self.lambda_proj = nn.Linear(config.hidden_size, config.num_heads * self.num_levels, bias=False)
+            self.lambda_head = LogLinearLambdaHead(config)
+        self.dt_bias = nn.Parameter(torch.empty(config.num_heads))
+        self.A_log = nn.Parameter(torch.empty(config.num_heads))
+        self.D = nn.Parameter(torch.empty(config.num_heads))
+        self.norm = LogLinearGatedRMSNorm(config.intermediate_size, config.n_groups, config.layer_norm_epsilon)
+        self.out_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.use_bias)
+
+    @force_accelerate_hooks("conv1d")
+    def forward(self, hidden_states, cache_layer=None, layout: TokenLayout = TokenLayout()):
+        """hidden_states [B, T, D] -> [B, T, D]; writes its tokens to `cache_layer` if there is one."""
+        gate, conv_inputs, dt = self.in_proj(hidden_states).split(self.split_sizes, dim=-1)
+        level_weights = self.level_weights(hidden_states)  # [B, T, H, L]
+        window = None
+        if cache_layer is not None:
+            sizes = (self.num_groups, self.num_heads, self.state_size, self.head_dim, self.num_levels, self.chunk_size)
+            cache_layer.lazy_initialization(len(conv_inputs), *sizes, conv_inputs)
+            window = cache_layer.conv_window(self.conv_kernel - 1)
+        query, key, values = self.convolved(conv_inputs, window, layout.positions)
+        # v = dt * x, g = -exp(A_log) * dt
+        dtype = torch.promote_types(values.dtype, torch.float32)
+        dt = F.softplus(dt.to(dtype) + self.dt_bias.to(dtype)).clamp(*self.config.time_step_limit)  # [B, T, H]
+        log_decay = -self.A_log.to(dtype).exp() * dt
+        value = (values * dt[..., None]).to(values.dtype)  # [B, T, H, P]
+        if cache_layer is None:
+            output, _ = loglinear_attention(
+                query, key, value, log_decay, level_weights,
+                chunk_size=self.chunk_size, lengths=layout.lengths, cu_seqlens=layout.cu_seqlens, backend=self.config.backend,
+            )  # fmt: skip
+        else:
+            output = self._cached_attention(
+                query, key, value, log_decay, level_weights, conv_inputs, cache_layer, layout
+            )
+        output = output + self.D.to(output.dtype)[:, None] * values
+        return self.out_proj(self.norm(output.flatten(-2), gate))
+
+    def level_weights(self, hidden_states):
+        """lambda of every token, head and level: [B, T, D] -> [B, T, H, L]."""
+        if self.config.lambda_mode == "fixed":
+            return hidden_states.new_ones(1).expand(*hidden_states.shape[:2], self.num_heads, self.num_levels)
+        return self.lambda_head(self.lambda_proj(hidden_states).unflatten(-1, (self.num_heads, self.num_levels)))
+
+    def convolved(self, conv_inputs, window=None, positions=None):
+        """Depthwise causal convolution and activation, split into query [B, T, G, N], key [B, T, G, N], values [B, T, H, P].
+
+        conv_inputs [B, T, conv_dim]; window [B, K - 1, conv_dim] holds the inputs before them, None: zeros.
+        """
+        T, K = conv_inputs.shape[1], self.conv_kernel
+        weight, bias = self.conv1d.weight, self.conv1d.bias  # [conv_dim, 1, K], [conv_dim]
+        if positions is not None:  # packed: a tap must not reach into the sequence before
+            padded = F.pad(conv_inputs, (0, 0, K - 1, 0))
+            taps = [
+                torch.where((positions >= back)[:, None], padded[:, K - 1 - back :][:, :T], 0)
+                * weight[:, 0, K - 1 - back]
+                for back in range(K)
+            ]
+            mixed = sum(taps) if bias is None else sum(taps) + bias
+        elif window is not None and T == 1:
+            mixed = (torch.cat([window, conv_inputs], 1) * weight[:, 0].T).sum(1, keepdim=True)
+            mixed = mixed if bias is None else mixed + bias
+        else:
+            if window is not None:
+                conv_inputs = torch.cat([window.to(conv_inputs.dtype), conv_inputs], 1)
+            padding = K - 1 if window is None else 0
+            mixed = F.conv1d(conv_inputs.mT, weight, bias, padding=padding, groups=len(weight))[..., :T].mT
+        values, key, query = self.act(mixed).split(
+            [self.num_heads * self.head_dim, *[self.num_groups * self.state_size] * 2], dim=-1
+        )
+        groups = (self.num_groups, self.state_size)
+        return (
+            query.unflatten(-1, groups),
+            key.unflatten(-1, groups),
+            values.unflatten(-1, (self.num_heads, self.head_dim)),
+        )
+
+    def _cached_attention(self, query, key, value, log_decay, level_weights, conv_inputs, cache_layer, layout):
+        """Attention to the tokens in the cache and to the new ones, which it also writes to the cache."""
+        B, T = query.shape[:2]
+        if T == 1 and not torch.is_grad_enabled():  # in place: nothing may need the old state for a gradient
+            active = None if layout.lengths is None else layout.lengths > 0
+            tokens = (x[:, 0] for x in (query, key, value, log_decay, level_weights))
+            output = loglinear_attention_step(*tokens, cache_layer.state, active=active, backend=self.config.backend)
+            cache_layer.write_conv_input(conv_inputs[:, 0], active)
+            return output[:, None]
+        output, state = loglinear_attention(
+            query, key, value, log_decay, level_weights,
+            chunk_size=self.chunk_size, lengths=layout.lengths, backend=self.config.backend,
+            initial_state=cache_layer.state if cache_layer.started else None, return_final_state=True,
+        )  # fmt: skip
+        new_tokens = layout.lengths if layout.lengths is not None else torch.full((B,), T, device=query.device)
+        cache_layer.extend(state, conv_inputs, new_tokens, (key, value, log_decay))
+        return output
+
+
+class LogLinearMLP(nn.Module):
+    """Gated MLP: down(act(gate(x)) * up(x))."""
+
+    def __init__(self, config: LogLinearConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.mlp_intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.mlp_intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.mlp_intermediate_size, config.hidden_size, bias=False)
+        self.act = ACT2FN[config.hidden_act]
+
+    def forward(self, hidden_states):
+        return self.down_proj(self.act(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
+
+
+class LogLinearBlock(GradientCheckpointingLayer):
+    """x + mixer(norm(x)), then, with `mlp_intermediate_size`, x + mlp(norm(x))."""
+
+    def __init__(self, config: LogLinearConfig, layer_idx: int):
+        super().__init__()
+        self.residual_in_fp32 = config.residual_in_fp32
+        self.norm = LogLinearRMSNorm(config.hidden_size, config.layer_norm_epsilon)
+        self.mixer = LogLinearMixer(config, layer_idx)
+        self.has_mlp = config.mlp_intermediate_size is not None
+        if self.has_mlp:
+            self.mlp_norm = LogLinearRMSNorm(config.hidden_size, config.layer_norm_epsilon)
+            self.mlp = LogLinearMLP(config)
+
+    def forward(self, hidden_states, cache_layer=None, layout: TokenLayout = TokenLayout()):
+        residual = hidden_states
+        if self.residual_in_fp32:
+            residual = residual.to(torch.promote_types(residual.dtype, torch.float32))
+        residual = residual + self.mixer(self.norm(hidden_states), cache_layer, layout)
+        if self.has_mlp:
+            residual = residual + self.mlp(self.mlp_norm(residual))
+        return residual
+
+
+class LogLinearPreTrainedModel(PreTrainedModel):
+    config: LogLinearConfig
+    config_class = LogLinearConfig
+    base_model_prefix = "backbone"
+    _no_split_modules = ["LogLinearBlock"]
+    supports_gradient_checkpointing = True
+    _can_compile_fullgraph = True
+    _is_stateful = False  # the cache can be rolled back
+    _supports_attention_backend = False
+
+    def _init_weights(self, module):
+        super()._init_weights(module)
+        if isinstance(module, LogLinearMixer):
+            self._init_mixer(module)
+        elif isinstance(module, LogLinearLambdaHead):
+            self._init_lambda_head(module)
+
+    def _init_mixer(self, mixer):
+        """As Mamba-2 (arXiv 2405.21060): A = 1 ... H, D = 1, time steps log-uniform between `time_step_min` and `_max`."""
+        config = self.config
+        init.copy_(mixer.A_log, torch.arange(1, config.num_heads + 1, dtype=torch.float32).log())
+        init.ones_(mixer.D)
+        span = math.log(config.time_step_max) - math.log(config.time_step_min)
+        dt = (
+            (torch.rand(config.num_heads) * span + math.log(config.time_step_min))
+            .exp()
+            .clamp(min=config.time_step_floor)
+        )
+        init.copy_(mixer.dt_bias, dt + (-torch.expm1(-dt)).log())  # softplus(dt_bias) = dt
+        init.kaiming_uniform_(mixer.conv1d.weight, a=math.sqrt(5))
+        init.kaiming_uniform_(mixer.out_proj.weight, a=math.sqrt(5))
+        if config.rescale_prenorm_residual:
+            init.copy_(mixer.out_proj.weight, mixer.out_proj.weight / math.sqrt(config.num_hidden_layers))
+
+    def _init_lambda_head(self, head):
+        if head.mode == "linear":
+            init.ones_(head.scale)
+        else:  # d W1 W2 + b = b at first, so that every level starts with the same weight
+            init.normal_(head.up, std=self.config.initializer_range)
+            init.zeros_(head.down)
+            init.constant_(head.bias, self.config.lambda_bias_init)
+
+
+class LogLinearModel(LogLinearPreTrainedModel):
+    """The backbone: embeddings, blocks, final norm."""
+
+    def __init__(self, config: LogLinearConfig):
+        super().__init__(config)
+        self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(
+            [LogLinearBlock(config, layer_idx) for layer_idx in range(config.num_hidden_layers)]
+        )
+        self.gradient_checkpointing = False
+        self.norm_f = LogLinearRMSNorm(config.hidden_size, config.layer_norm_epsilon)
+        self.post_init()
+
+    def get_input_embeddings(self):
+        return self.embeddings
+
+    def set_input_embeddings(self, new_embeddings):
+        self.embeddings = new_embeddings
+
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        cache: Cache | None = None,
+        cache_params: Cache | None = None,
+        cu_seq_lens_q: torch.Tensor | None = None,
+        seq_idx: torch.Tensor | None = None,
+        **kwargs,
+    ) -> tuple | LogLinearModelOutput:
+        r"""
+        Args:
+            input_ids (`torch.LongTensor` of shape `[B, T]`, *optional*): exactly one of `input_ids` and `inputs_embeds`.
+            attention_mask (`torch.Tensor` of shape `[B, T]` or `[B, past + T]`, *optional*): 1 at real tokens, 0 at padding,
+                which may stand anywhere; the last T columns count. A padded position returns the output of the last real
+                token before it (zeros if there is none).
+            position_ids (`torch.LongTensor` of shape `[1, T]`, *optional*): read only if B = 1 and there is neither a mask
+                nor a cache: a position that does not follow the one before it starts a new packed sequence.
+            past_key_values, cache, cache_params (`Cache`, *optional*): names of the same thing, a [`FenwickCache`] or a
+                `DynamicCache(config=...)` with the tokens so far. It is changed.
+            inputs_embeds (`torch.FloatTensor` of shape `[B, T, hidden_size]`, *optional*): instead of `input_ids`.
+            use_cache (`bool`, *optional*): whether to return a cache; defaults to `config.use_cache`, when training to
+                `False`.
+            output_hidden_states (`bool`, *optional*): also return the input of every block and the final output.
+            return_dict (`bool`, *optional*): `False`: return a tuple.
+            cu_seq_lens_q (`torch.Tensor` of shape `[num_seqs + 1]`, *optional*): borders of sequences packed into one row.
+            seq_idx (`torch.Tensor` of shape `[B, T]`, *optional*): number of the packed sequence of every token.
+
+        Raises:
+            ValueError: for inputs whose shapes do not fit, no tokens, token ids out of range (on the CPU), and a cache of
+                another model or batch.
+        """
+        output_hidden_states = (
+            self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        )
+        return_dict = self.config.return_dict if return_dict is None else return_dict
+        cache = _one_cache(cache, past_key_values, cache_params)
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("Pass exactly one of `input_ids` and `inputs_embeds`.")
+        hidden_states = self._embed(input_ids) if inputs_embeds is None else inputs_embeds
+        shape = hidden_states.shape[:2]
+        if 0 in shape:
+            raise ValueError(f"The input has the shape {list(shape)}, but needs at least one row and one token.")
+
+        cu_seqlens = _packed_borders(shape, attention_mask, cache, position_ids, cu_seq_lens_q, seq_idx)
+        use_cache = self._resolve_use_cache(use_cache, cache, cu_seqlens)
+        cache = self._prepare_cache(cache, shape[0]) if use_cache else None
+        if cu_seqlens is not None:
+            hidden_states = hidden_states.flatten(0, 1)[None]
+        padding = _Padding(attention_mask, shape)
+        layout = TokenLayout(padding.lengths, cu_seqlens, _packed_positions(cu_seqlens, hidden_states.shape[1]))
+        hidden_states = padding.compact(hidden_states)
+
+        all_hidden_states = ()
+        for index, block in enumerate(self.layers):
+            if output_hidden_states:
+                all_hidden_states += (hidden_states,)
+            cache_layer = None if cache is None else cache.layers[index]
+            if cache is not None and cache.offloading:
+                cache_layer.prefetch()
+            hidden_states = block(hidden_states, cache_layer, layout)
+            if cache is not None and cache.offloading:
+                cache_layer.offload()
+        hidden_states = self.norm_f(hidden_states)
+        if output_hidden_states:
+            all_hidden_states += (hidden_states,)
+
+        last_hidden = None
+        if cache is not None:
+            leader = cache.layers[0]
+            last_hidden = leader.last_hidden
+            leader.advance(*padding.counts(), padding.last(hidden_states, last_hidden))
+        all_hidden_states = tuple(padding.scatter(x, None).reshape(*shape, -1) for x in all_hidden_states)
+        hidden_states = padding.scatter(hidden_states, last_hidden).reshape(*shape, -1)
+        output = LogLinearModelOutput(
+            last_hidden_state=hidden_states,
+            hidden_states=all_hidden_states or None,
+            **{CACHE_NAME: cache},
+        )
+        return output if return_dict else output.to_tuple()
+
+    def _embed(self, input_ids):
+        if input_ids.dim() != 2:
+            raise ValueError(f"`input_ids` must be [B, T], but has the shape {list(input_ids.shape)}.")
+        if input_ids.numel() and input_ids.device.type == "cpu" and not torch.compiler.is_compiling():
+            low, high = input_ids.aminmax()
+            if low < 0 or high >= self.embeddings.num_embeddings:
+                raise ValueError(
+                    f"`input_ids` range from {low.item()} to {high.item()}, but must be from 0 to "
+                    f"{self.embeddings.num_embeddings - 1} (vocab_size - 1)."
+                )
+        return self.embeddings(input_ids)
+
+    def _resolve_use_cache(self, use_cache, cache, cu_seqlens):
+        if cu_seqlens is not None:
+            if cache is not None:
+                raise ValueError("Packed sequences cannot be cached: pass a batch of rows, or no `cache`.")
+            return False
+        if use_cache is None:
+            use_cache = cache is not None or (self.config.use_cache and not self.training)
+        if use_cache and self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+            logger.warning_once("`use_cache=True` does not go with gradient checkpointing. Setting `use_cache=False`.")
+            return False
+        return use_cache
+
+    def _prepare_cache(self, cache, batch_size):
+        """The cache to use, a new one if there is none; its layers share the counters of the first."""
+        if cache is None:
+            cache = FenwickCache(self.config)
+        layers = getattr(cache, "layers", None)
+        if layers is not None and len(layers) == 0:  # DynamicCache() made without a config
+            layers.extend(FenwickCache(self.config).layers)
+            cache.layer_class_to_replicate = None
+        if layers is None or not all(hasattr(layer, "conv_window") for layer in layers):
+            raise ValueError(
+                f"`cache` is a {type(cache).__name__}, but must be a FenwickCache or a DynamicCache or StaticCache made with "
+                "config=model.config."
+            )
+        if len(layers) != len(self.layers):
+            raise ValueError(f"`cache` has {len(layers)} layers, but this model has {len(self.layers)}.")
+        for layer in layers:
+            layer.leader = layers[0]
+        return cache
+
+
+def _one_cache(*caches):
+    """The one that was given; the argument has three names in the library's history."""
+    given = [cache for cache in caches if cache is not None]
+    if any(cache is not given[0] for cache in given):
+        raise ValueError("`cache`, `past_key_values` and `cache_params` are names of the same argument: pass one.")
+    return given[0] if given else None
+
+
+def _packed_borders(shape, attention_mask, cache, position_ids, cu_seq_lens_q, seq_idx):
+    """Borders of packed sequences in the flattened tokens, [num_seqs + 1], or None for ordinary rows."""
+    B, T = shape
+    if cu_seq_lens_q is not None:
+        if B != 1:
+            raise ValueError(f"`cu_seq_lens_q` needs one packed row, but the batch has {B} rows.")
+        return cu_seq_lens_q.flatten().to(torch.int32)
+    if seq_idx is not None:
+        if seq_idx.shape != shape:
+            raise ValueError(
+                f"`seq_idx` has the shape {list(seq_idx.shape)}, but must have that of the input, {list(shape)}."
+            )
+        starts = F.pad(seq_idx[:, 1:] != seq_idx[:, :-1], (1, 0), value=True)
+    elif (
+        position_ids is not None and B == 1 and attention_mask is None and cache is None and position_ids.shape == shape
+    ):
+        starts = F.pad(position_ids[:, 1:] != position_ids[:, :-1] + 1, (1, 0), value=True)
+    else:
+        return None
+    borders = F.pad(starts.flatten().nonzero()[:, 0], (0, 1), value=B * T).to(torch.int32)
+    return borders if len(borders) > 2 or B > 1 else None
+
+
+def _packed_positions(cu_seqlens, num_tokens):
+    if cu_seqlens is None:
+        return None
+    token = torch.arange(num_tokens, device=cu_seqlens.device)
+    return token - cu_seqlens[torch.searchsorted(cu_seqlens, token.int(), right=True) - 1]
+
+
+class _Padding:
+    """Moves the real tokens of every row to its front and back again, so that no layer has to know about padding."""
+
+    def __init__(self, attention_mask, shape):
+        self.shape = shape
+        self.mask = self._real(attention_mask, shape)
+        self.lengths = None
+        if self.mask is not None:
+            self.lengths = self.mask.sum(1)
+            self.order = (~self.mask).to(torch.uint8).argsort(dim=1, stable=True)  # [B, T] real tokens first
+            self.last_real = (
+                self.mask.cumsum(1) - 1
+            )  # [B, T] the token's place in `order`, or that of the real one before
+
+    @staticmethod
+    def _real(attention_mask, shape):
+        """[B, T] bool, or None where it is known that all tokens are real."""
+        if attention_mask is None:
+            return None
+        B, T = shape
+        if attention_mask.dim() != 2 or attention_mask.shape[0] != B or attention_mask.shape[1] < T:
+            raise ValueError(
+                f"`attention_mask` must be [B, T] or [B, past + T] with B, T = {B}, {T}, but has the shape "
+                f"{list(attention_mask.shape)}."
+            )
+        mask = attention_mask[:, -T:] != 0
+        readable = mask.device.type == "cpu" and not torch.compiler.is_compiling()
+        return None if readable and mask.all() else mask
+
+    def compact(self, x):
+        if self.mask is None or self.shape[1] == 1:
+            return x
+        return x.gather(1, self.order[..., None].expand_as(x))
+
+    def scatter(self, x, last_hidden):
+        """[B, T, D] real tokens first -> at their places; padding repeats the real token before it."""
+        if self.mask is None:
+            return x
+        spread = x.gather(1, self.last_real.clamp(min=0)[..., None].expand_as(x))
+        before = torch.zeros_like(spread[:, :1]) if last_hidden is None else last_hidden[:, None].to(spread.dtype)
+        return torch.where((self.last_real < 0)[..., None], before, spread)
+
+    def last(self, x, last_hidden):
+        """[B, D]: the output at the last real token of every row, the old one where there is no new token."""
+        if self.mask is None:
+            return x[:, -1].clone()
+        return self.scatter(x, last_hidden)[:, -1].clone()
+
+    def counts(self):
+        """(new tokens, columns, mask) for the cache."""
+        return (self.shape[1] if self.mask is None else self.lengths), self.shape[1], self.mask
+
+
+class LogLinearForCausalLM(LogLinearPreTrainedModel, GenerationMixin):
+    """The language model: [`LogLinearModel`] and a linear head over the vocabulary."""
+
+    _tied_weights_keys = {"lm_head.weight": "backbone.embeddings.weight"}
+
+    def __init__(self, config: LogLinearConfig):
+        super().__init__(config)
+        self.backbone = LogLinearModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_input_embeddings(self):
+        return self.backbone.get_input_embeddings()
+
+    def set_input_embeddings(self, new_embeddings):
+        self.backbone.set_input_embeddings(new_embeddings)
+
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        cache: Cache | None = None,
+        cache_params: Cache | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs,
+    ) -> tuple | LogLinearCausalLMOutput:
+        r"""
+        Args:
+            labels (`torch.LongTensor` of shape `[B, T]`, *optional*): targets, shifted inside the model; -100 is ignored.
+            logits_to_keep (`int` or `torch.Tensor`, defaults to 0): compute logits only for the last so many positions
+                (0: all), or for the positions in the tensor.
+
+        The other arguments are those of [`LogLinearModel.forward`].
+        """
+        return_dict = self.config.return_dict if return_dict is None else return_dict
+        packing = {name: kwargs.pop(name) for name in ("cu_seq_lens_q", "seq_idx") if name in kwargs}
+        outputs = self.backbone(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+            return_dict=True,
+            cache=_one_cache(cache, past_key_values, cache_params),
+            **packing,
+        )
+        hidden_states = outputs.last_hidden_state
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(hidden_states[:, kept])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        output = LogLinearCausalLMOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, **{CACHE_NAME: outputs.cache}
+        )
+        return output if return_dict else output.to_tuple()
+
+    # ---------------------------------------------------------------------------------------------------- generation
+
+    @contextmanager
+    def _without_position_limit(self):
+        """`max_position_embeddings` limits nothing here: longer text shares the weight of the top level."""
+        limit, self.config.max_position_embeddings = self.config.max_position_embeddings, 2**62
+        try:
+            yield
+        finally:
+            self.config.max_position_embeddings = limit
+
+    def _prepare_generated_length(self, *args, **kwargs):
+        with self._without_position_limit():
+            return super()._prepare_generated_length(*args, **kwargs)
+
+    def _get_stopping_criteria(self, *args, **kwargs):
+        with self._without_position_limit():
+            return super()._get_stopping_criteria(*args, **kwargs)
+
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, batch_size, *args):
+        implementation = generation_config.cache_implementation
+        given = model_kwargs.get("cache") or model_kwargs.get("past_key_values")
+        if given is not None or generation_config.use_cache is False or implementation == "quantized":
+            return super()._prepare_cache_for_generation(
+                generation_config, model_kwargs, generation_mode, batch_size, *args
+            )
+        static = implementation is not None and "static" in implementation
+        offloading = implementation is not None and "offloaded" in implementation
+        cache = FenwickCache(self.config, static=static, offloading=offloading)
+        if generation_config.is_assistant:
+            cache.activate_past_recording()
+        model_kwargs[CACHE_NAME] = cache
+
+    def prepare_inputs_for_generation(self, input_ids, is_first_iteration=False, **kwargs):
+        inputs = super().prepare_inputs_for_generation(input_ids, is_first_iteration=is_first_iteration, **kwargs)
+        mask = inputs.get("attention_mask")
+        if mask is not None:
+            tokens = inputs["input_ids"] if inputs.get("inputs_embeds") is None else inputs["inputs_embeds"]
+            # The last columns count, and a generated token is always real.
+            inputs["attention_mask"] = mask[:, -tokens.shape[1] :] if is_first_iteration else None
+        return inputs
+
+    @staticmethod
+    def create_masks_for_generate(attention_mask=None, **kwargs):
+        """The model reads the plain [B, T] mask; the library would build a 4D one for a static cache."""
+        return attention_mask
+
+    # ---------------------------------------------------------------------------------------------------- conversion
+
+    @classmethod
+    def from_mamba2(cls, model, lambda_mode: str = "mlp_softplus", **kwargs) -> "LogLinearForCausalLM":
+        """A LogLinear model that computes what a Mamba-2 model computes, to be trained further.
+
+        Args:
+            model (`Mamba2ForCausalLM` or `str`): the model, or the path or Hub name of one.
+            lambda_mode (`str`, defaults to `"mlp_softplus"`): one of `"mlp_softplus"` (bias ln(e - 1), so that lambda = 1) and
+                `"fixed"`; the other modes cannot start at lambda = 1.
+            kwargs: further fields of [`LogLinearConfig`], for example `max_position_embeddings`.
+
+        Raises:
+            ValueError: for another `lambda_mode`, and for a model that is no Mamba-2.
+        """
+        if lambda_mode not in ("mlp_softplus", "fixed"):
+            raise ValueError(
+                f"`lambda_mode` is {lambda_mode!r}, but must be 'mlp_softplus' or 'fixed': the others cannot start at lambda = 1."
+            )
+        if isinstance(model, str):
+            from transformers import Mamba2ForCausalLM
+
+            model = Mamba2ForCausalLM.from_pretrained(model)
+        if model.config.model_type != "mamba2":
+            raise ValueError(f"`model` is a {model.config.model_type!r} model, but must be a 'mamba2' one.")
+        fields_of_source = {k: v for k, v in model.config.to_dict().items() if k not in ("model_type", "architectures")}
+        fields_of_source |= {"lambda_mode": lambda_mode, "lambda_bias_init": math.log(math.e - 1)} | kwargs
+        converted = cls(LogLinearConfig(**fields_of_source))
+        converted.to(device=model.device, dtype=model.dtype)
+        missing, unexpected = converted.load_state_dict(model.state_dict(), strict=False)
+        unmatched = [name for name in missing if ".lambda_" not in name] + unexpected
+        if unmatched:
+            raise ValueError(f"`model` has weights that do not map to a LogLinear model: {unmatched}.")
+        converted.generation_config = model.generation_config
+        return converted.train(model.training)
+
+
+__all__ = ["LogLinearForCausalLM", "LogLinearModel", "LogLinearPreTrainedModel"]
