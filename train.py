@@ -163,6 +163,8 @@ def read_preset(path: Path) -> dict:
         preset = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"Preset {path} is not a JSON file: {error}") from error
+    if not isinstance(preset, dict):
+        raise ValueError(f"Preset {path} must be a JSON object of the sections {', '.join(sections)}.")
     fields = {}
     for section, values in preset.items():
         if section not in sections or not isinstance(values, dict):

@@ -97,8 +97,11 @@ def _python_reference() -> Corpus:
     seen: set[str] = set()
     documents = []
     for topic in sorted(topics):
-        fresh = [paragraph for paragraph in topics[topic].strip().split("\n\n") if paragraph.strip() not in seen]
-        seen.update(paragraph.strip() for paragraph in fresh)
+        fresh = []
+        for paragraph in topics[topic].strip().split("\n\n"):
+            if paragraph.strip() not in seen:
+                seen.add(paragraph.strip())
+                fresh.append(paragraph)
         if fresh:
             documents.append("\n\n".join(fresh))
     train = [text for index, text in enumerate(documents) if index % 10 != 9]
