@@ -308,27 +308,28 @@ def _check_config_fields(fields: dict, config) -> None:
 # ---- Resuming -------------------------------------------------------------------------------------------------------
 
 
-def checkpoint_to_resume(model_args: ModelArguments, data_args: DataArguments, training_args) -> str | None:
+def run_record(model_args: ModelArguments, data_args: DataArguments) -> dict:
+    """What makes two runs the same; kept as `run.json` in the run's folder."""
+    return {"model": dataclasses.asdict(model_args), "data": dataclasses.asdict(data_args)}
+
+
+def checkpoint_to_resume(record: dict, training_args: TrainingArguments) -> str | None:
     """The checkpoint asked for, or the last complete one in the output folder if the same run made it.
 
-    The folder's `run.json` says which run that is. `Trainer` writes a checkpoint's `trainer_state.json` last, so a
-    folder without one is the torn work of a killed process.
+    `Trainer` writes a checkpoint's `trainer_state.json` last; a folder without one is what a kill left.
     """
     if training_args.resume_from_checkpoint:
         return training_args.resume_from_checkpoint
-    output, run_file = Path(training_args.output_dir), Path(training_args.output_dir, "run.json")
-    run = {"model": dataclasses.asdict(model_args), "data": dataclasses.asdict(data_args)}
+    output = Path(training_args.output_dir)
     checkpoints = [path.parent for path in output.glob("checkpoint-*/trainer_state.json")]
     if not checkpoints:
-        if training_args.process_index == 0:
-            write_text(run_file, json.dumps(run, indent=2) + "\n")
         return None
-    before = json.loads(run_file.read_text(encoding="utf-8")) if run_file.exists() else run
+    before = json.loads((output / "run.json").read_text(encoding="utf-8"))
     changed = [
-        f"{name}={value!r} (there {before.get(section, {}).get(name)!r})"
-        for section, fields in run.items()
+        f"{name}={value!r} (there {before[section].get(name)!r})"
+        for section, fields in record.items()
         for name, value in fields.items()
-        if value != before.get(section, {}).get(name)
+        if value != before[section].get(name)
     ]
     if changed:
         raise ValueError(
@@ -368,7 +369,8 @@ def prepare(argv: list[str]) -> Run:
     model_args, data_args, training_args = parse_arguments(argv)
     if data_args.streaming and training_args.max_steps <= 0:
         raise ValueError("streaming needs --max_steps: the length of the dataset is not known beforehand.")
-    checkpoint = checkpoint_to_resume(model_args, data_args, training_args)
+    record = run_record(model_args, data_args)
+    checkpoint = checkpoint_to_resume(record, training_args)
     with training_args.main_process_first(desc="preparing the data"):
         corpus = load_corpus(
             data_args.dataset,
@@ -383,6 +385,8 @@ def prepare(argv: list[str]) -> Run:
         blocks = pack(corpus, splits, tokenizer, data_args)
     set_seed(training_args.seed)
     model = build_model(model_args, tokenizer, data_args.block_size)
+    if training_args.process_index == 0:
+        write_text(Path(training_args.output_dir, "run.json"), json.dumps(record, indent=2) + "\n")
     train_blocks = blocks.pop(train_name)
     size = data_args.block_size
     return Run(training_args, checkpoint, corpus, tokenizer, model, size, train_name, train_blocks, blocks)

@@ -5,12 +5,14 @@ read their text here, so that the same ``--dataset`` means the same text everywh
 """
 
 import platform
+import sys
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import NamedTuple
 
 from datasets import Dataset, DatasetDict, load_dataset
 from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
+from huggingface_hub.utils import logging as hub_logging
 
 BUILDERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 SPLIT_PREFIXES = {"train": ("train",), "validation": ("valid", "val", "dev"), "test": ("test",)}
@@ -116,6 +118,8 @@ def _rows(texts: list[str]) -> Dataset:
 def _from_hub(dataset: str, config: str | None, streaming: bool) -> dict:
     if dataset.startswith((".", "/", "~")) or dataset.count("/") > 1 or Path(dataset).suffix in BUILDERS:
         raise ValueError(f"dataset={dataset!r}: there is no such file or folder.")
+    print(f"Reading {dataset} from the Hub ...", file=sys.stderr)
+    hub_logging.set_verbosity_error()  # its reports of every retry would bury the one message that counts
     try:
         loaded: DatasetDict = load_dataset(dataset, config)
         if streaming:

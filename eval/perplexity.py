@@ -20,6 +20,7 @@ other.
 import argparse
 import json
 import math
+import sys
 from itertools import groupby, islice
 from typing import NamedTuple
 
@@ -157,7 +158,10 @@ def main(argv: list[str] | None = None) -> dict:
     parser.add_argument("--trust_remote_code", action="store_true", help="run code that the checkpoint carries")
     args = parser.parse_args(argv)
 
-    corpus = load_corpus(args.dataset, args.dataset_config, text_column=args.text_column, join_rows=args.join_rows)
+    try:
+        corpus = load_corpus(args.dataset, args.dataset_config, text_column=args.text_column, join_rows=args.join_rows)
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
     split = args.split or next(name for name in ("test", "validation", "train") if name in corpus.splits)
     if split not in corpus.splits:
         parser.error(f"--split {split}: {corpus.name} has {', '.join(corpus.splits)}")
