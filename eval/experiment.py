@@ -165,7 +165,7 @@ def run_preset(preset, task_class, output, mixers=MIXERS, device="cpu", compile=
         )
         records.append(output, [{"name": preset["name"], **row, **environment} for row in rows])
         if save:
-            best = max(range(len(rows)), key=lambda i: rows[i]["tests"][0]["accuracy"])
+            best = max(range(len(rows)), key=lambda i: (group[i].run.task.answers, rows[i]["tests"][0]["accuracy"]))
             path = (
                 pathlib.Path(save) / f"{preset['name']}-{group[0].run.mixer}-{len(list(pathlib.Path(save).glob('*')))}"
             )

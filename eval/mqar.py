@@ -12,7 +12,7 @@ without replacement from p(gap) ~ (gap + 1)^(power - 1): most questions come soo
 whole vocabulary, so it may repeat a key;
 the first occurrence counts.
 
-Run `python -m eval.mqar --preset configuration/mqar-quick.json` for the effect in minutes, `python -m eval.records`
+Run `python -m eval.mqar --preset configuration/mqar-quick.json` for the effect in minutes, `python -m eval.report`
 for tables and plots.
 """
 

@@ -1,6 +1,6 @@
 """What the experiments found: reading and writing records, the statistics, and every table and plot made from them.
 
-`python -m eval.records` regenerates all tables (CSV, model cards) and plots from the records in `eval/records/`; no
+`python -m eval.report` regenerates all tables (CSV, model cards) and plots from the records in `eval/records/`; no
 figure of the README or a card has another source.
 
 A record is one JSON object per line and run, see `eval/experiment.py`. Means over seeds hide that a recall run either

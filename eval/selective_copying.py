@@ -7,7 +7,7 @@ again in order.
 Token 0 is noise, token 1 the marker, content tokens are 2 to V - 1 and may repeat. An example has `length` tokens,
 markers included.
 
-Run `python -m eval.selective_copying --preset configuration/selective-copying.json`, and `python -m eval.records` for
+Run `python -m eval.selective_copying --preset configuration/selective-copying.json`, and `python -m eval.report` for
 tables and plots.
 """
 

@@ -38,7 +38,7 @@ class Sizes:
     chunk_size: int = 32
     max_position_embeddings: int = 128
     mlp_intermediate_size: int | None = None
-    initializer_range: float = 0.02
+    initializer_range: float | None = None  # None: the library's default for the class
     tie_word_embeddings: bool = False
 
 
@@ -100,7 +100,7 @@ def build_model(mixer, sizes, seed=0):
             # About the parameters of the recurrent block: attention 4 D^2 and SwiGLU 3 D I against 6 D^2 and more.
             intermediate_size=sizes.mlp_intermediate_size or sizes.hidden_size,
             max_position_embeddings=sizes.max_position_embeddings,
-            initializer_range=sizes.initializer_range,
+            **{k: v for k, v in {"initializer_range": sizes.initializer_range}.items() if v is not None},
             tie_word_embeddings=sizes.tie_word_embeddings,
             attn_implementation="eager",
             use_cache=False,
@@ -118,7 +118,7 @@ def build_model(mixer, sizes, seed=0):
         backend="torch",
         use_cache=False,
         pad_token_id=None,
-        **dataclasses.asdict(sizes),
+        **{name: value for name, value in dataclasses.asdict(sizes).items() if value is not None},
     )
     return LogLinearForCausalLM(config)
 
@@ -163,12 +163,12 @@ class Stack:
     """
 
     def __init__(self, models, device):
+        rows = [nn.utils.parameters_to_vector(model.parameters()).detach() for model in models]
+        self.initial = torch.stack(rows).to(device)
         self.template = _AtPositions(models[0]).to(device)
         named = dict(self.template.named_parameters())
         self.names, self.shapes = list(named), [p.shape for p in named.values()]
         self.lengths = [p.numel() for p in named.values()]
-        rows = [nn.utils.parameters_to_vector(model.parameters()).detach() for model in models]
-        self.initial = torch.stack(rows).to(device)
         self.decayed = torch.cat([torch.full((p.numel(),), float(_is_decayed(n, p))) for n, p in named.items()]).to(
             device
         )
@@ -212,7 +212,7 @@ class Stack:
 
         return step
 
-    def evaluate(self, weights, tasks, seeds, examples, tokens_at_once=2**21):
+    def evaluate(self, weights, tasks, seeds, examples, tokens_at_once=2**19):
         """Loss and accuracy [R] on `examples` test examples per run (a multiple of `PIECE`), about `tokens_at_once`
         tokens in memory at a time.
         """
@@ -238,13 +238,11 @@ class _AtPositions(nn.Module):
     def forward(self, ids, positions):
         mask = None
         if self.model.config.model_type == "llama":
-            # Given a mask, the library does not look into the data for packed sequences, which a traced program
-            # cannot do.
             square = torch.full((ids.shape[1],) * 2, torch.finfo(torch.float32).min, device=ids.device)
             mask = square.triu(1)[None, None]
-        hidden = self.model.base_model(
-            input_ids=ids, attention_mask=mask, use_cache=False
-        ).last_hidden_state  # [B, T, D]
+        # Given embeddings and a full mask, the models do not look into the data, which a mapped program cannot do.
+        embeddings = self.model.get_input_embeddings()(ids)
+        hidden = self.model.base_model(inputs_embeds=embeddings, attention_mask=mask, use_cache=False).last_hidden_state
         picked = hidden.gather(1, positions.unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))
         return self.model.get_output_embeddings()(picked)
 
@@ -257,10 +255,21 @@ def _is_decayed(name, parameter):
 
 
 def compile_step(step, *example):
-    """`step` traced through vmap and grad to plain tensor operations and compiled; valid for the shapes of `example`."""
+    """`step` traced through vmap and grad to plain tensor operations and compiled, for the shapes of `example`.
+
+    Raises RuntimeError if, on the example, its gradients are not those of the step itself.
+    """
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    return torch.compile(make_fx(step)(*example))
+    compiled = torch.compile(make_fx(step)(*example), dynamic=False)
+    wanted, found = (
+        step(*example)[1],
+        compiled(*example)[1],
+    )  # first moments, (1 - beta1) * gradient after the first step
+    error = ((found - wanted).norm(dim=1) / wanted.norm(dim=1)).max().item()
+    if not error < 0.01:  # the matrix products may be TF32
+        raise RuntimeError(f"the compiled step differs from the eager one by {error:.3g} (relative, worst run)")
+    return compiled
 
 
 def train_stack(runs, stack, recipe, compiled=None, points=24, label=""):
