@@ -165,11 +165,11 @@ def loglinear_attention(
     )
 
 
-def loglinear_attention_step(query, key, value, log_decay, level_weights, state, *, active=None, backend="auto"):
+def loglinear_attention_step(query, key, value, log_decay, level_weights, state, *, positions=None, backend="auto"):
     """One token per row: what `loglinear_attention` gives for T = 1, but written into `state` in place.
 
-    The counters `lengths` and `merged_chunks` stay as they are, since all layers of a model share them: the caller sets them
-    to `advanced(...)` once. No gradient flows.
+    The counters `lengths` and `merged_chunks` stay as they are, since all layers of a model share them: the caller sets
+    them to `advanced(...)` once. No gradient flows.
 
     Args:
         query (`torch.Tensor` of shape `[B, G, N]`).
@@ -178,16 +178,18 @@ def loglinear_attention_step(query, key, value, log_decay, level_weights, state,
         log_decay (`torch.Tensor` of shape `[B, H]`).
         level_weights (`torch.Tensor` of shape `[B, H, L]`).
         state (`LogLinearState`): changed in place, apart from its counters.
-        active (`torch.Tensor` of shape `[B]`, bool, *optional*): rows that have a token; the others keep their state and get 0.
+        positions (`StepPositions`, *optional*): made from the same counters; pass one to all layers of a model.
         backend (`str`, defaults to `"auto"`): as in `loglinear_attention`; `"reference"` steps like `"torch"`.
 
     Returns:
-        The output, `[B, H, P]`.
+        The output, `[B, H, P]`; 0 in rows that are not active.
     """
     chunk_size = state.key.shape[1] // 2
-    use_triton = _use_triton(backend, query, value, level_weights, chunk_size)
-    step = triton_decode_step if use_triton else _torch_decode_step
-    return step(query, key, value, log_decay, level_weights, state, active)
+    if positions is None:
+        positions = StepPositions(state.lengths, state.merged_chunks, chunk_size)
+    if _use_triton(backend, query, value, level_weights, chunk_size):
+        return triton_decode_step(query, key, value, log_decay, level_weights, state, positions.active)
+    return _torch_decode_step(query, key, value, log_decay, level_weights, state, positions)
 
 
 # --------------------------------------------------------------------------------------------------------------- checks
@@ -785,69 +787,103 @@ class _Tree:
 # --------------------------------------------------------------------------------------------------------- one token
 
 
-def _torch_decode_step(query, key, value, log_decay, level_weights, state, active=None):
+class StepPositions:
+    """What a decoding step derives from the counters alone: the same for all layers of a model, so made once.
+
+    Args:
+        lengths, merged_chunks (`torch.Tensor` of shape `[B]`): counters of the state before the step.
+        chunk_size (`int`).
+        active (`torch.Tensor` of shape `[B]`, bool, *optional*): rows that have a token; the others keep their state.
+    """
+
+    def __init__(self, lengths, merged_chunks, chunk_size, active=None):
+        self.lengths, self.merged_chunks, self.chunk_size, self.active = lengths, merged_chunks, chunk_size, active
+        self._tables = None
+
+    def write(self, ring, token):
+        """Puts token [B, ...] into the slot of its position in ring [B, 2C, ...], in place."""
+        row, slot = self.row_and_slot()
+        if self.active is not None:
+            token = torch.where(self.active.view(-1, *[1] * (token.dim() - 1)), token, ring[row, slot])
+        ring.index_put_((row, slot), token.to(ring.dtype))
+
+    def window(self, ring, width):
+        """The newest `width` entries of ring [B, 2C, D], this token included: [B, width, D]."""
+        back = torch.arange(1 - width, 1, device=ring.device)
+        slot = (self.lengths[:, None] + back) % ring.shape[1]
+        return ring.gather(1, slot[..., None].expand(-1, -1, ring.shape[2]))
+
+    def row_and_slot(self):
+        return torch.arange(len(self.lengths), device=self.lengths.device), self.lengths % (2 * self.chunk_size)
+
+    def tables(self, K, L, dtype):
+        """(full, read, later, absent, level) for keys that stand in the 2C slots of the tail and in the blocks.
+
+        full [B]: rows whose oldest chunk becomes a block now
+        read: how many of the K blocks have to be read
+        later [B, 2C + read, 2C]: which tokens' decays come between a key and this token
+        absent [B, 2C + read, 1]: 0 where there is a key, -inf elsewhere
+        level [B, 1, 2C + read]: level of each key, seen from this token
+        """
+        if self._tables is None:
+            self._tables = self._make_tables(K, L, dtype)
+        return self._tables
+
+    def _make_tables(self, K, L, dtype):
+        C, t = self.chunk_size, self.lengths[:, None]  # [B, 1]
+        full = self.lengths == (self.merged_chunks + 2) * C
+        if self.active is not None:
+            full = full & self.active
+        merged = (self.merged_chunks + full)[:, None]
+        position = t - (t - torch.arange(2 * C, device=t.device)) % (2 * C)  # [B, 2C] of the token in each slot
+        in_tail = position >= merged * C
+        blocks = torch.arange(K, device=t.device)
+        is_top = blocks == K - 1
+        occupied = torch.where(is_top, merged >> blocks, merged >> blocks & 1) > 0  # [B, K]
+        read = K
+        if _readable(occupied):
+            read = max(occupied.any(0).nonzero()[:, 0].tolist(), default=-1) + 1
+            occupied = occupied[:, :read]
+        start = (merged >> blocks + 1) << blocks + 1  # [B, K] first chunk of the block
+        block_level = C.bit_length() - 1 + bit_length(t // C ^ start)
+        block_level = torch.where(is_top, L - 1, block_level)[:, :read]
+        level = torch.cat([bit_length(t ^ position.clamp(min=0)), block_level], 1).clamp(max=L - 1)
+        later = torch.cat([position, position.new_full((len(t), read), -1)], 1)[..., None] < position[:, None]
+        later = (later & in_tail[:, None]).to(dtype)
+        present = torch.cat([in_tail, occupied], 1)[..., None]
+        absent = torch.zeros_like(present, dtype=dtype).masked_fill(~present, -torch.inf)
+        return full, read, later, absent, level[:, None]
+
+
+def _torch_decode_step(query, key, value, log_decay, level_weights, state, positions):
     """See `loglinear_attention_step`; query, key [B, G, N], value [B, H, P], log_decay [B, H], level_weights [B, H, L]."""
-    B, G, N = query.shape
-    H, P = value.shape[1:]
-    L, C, K = level_weights.shape[-1], state.key.shape[1] // 2, state.levels.shape[1]
-    dtype = state.levels.dtype
-    t = state.lengths
-    full = t == (state.merged_chunks + 2) * C
-    if active is not None:
-        full = full & active
+    G, H = query.shape[1], value.shape[1]
+    R, K, dtype = state.key.shape[1], state.levels.shape[1], state.levels.dtype
+    full, read, later, absent, level = positions.tables(K, level_weights.shape[-1], dtype)
     if not _readable(full) or full.any():
         _merge_oldest_chunk(state, full)
-    merged = state.merged_chunks + full  # [B]
-    _write_slot(state, t % (2 * C), (key, value, log_decay), active)
-
-    # The tail: slot s holds position p, C slots a chunk; decays are summed inside a chunk, then across the border.
-    slots = torch.arange(2 * C, device=t.device)
-    position = t[:, None] - (t[:, None] - slots) % (2 * C)  # [B, 2C]
-    in_tail = position >= (merged * C)[:, None]
-    g = torch.where(in_tail[..., None], state.log_decay, 0).unflatten(1, (2, C))  # [B, 2, C, H]
-    of_chunk = g.sum(2)  # [B, 2, H]
-    current = (t // C % 2)[:, None] == torch.arange(2, device=t.device)  # [B, 2] which half is the current chunk
-    later = torch.where(current[..., None], 0, of_chunk.flip(1))  # [B, 2, H] the chunk after this half
-    decay = (of_chunk[:, :, None] - g.cumsum(2) + later[:, :, None]).flatten(1, 2)  # [B, 2C, H] from p + 1 to t
-    level = bit_length(t[:, None] ^ position.clamp(min=0)).clamp(max=L - 1)  # [B, 2C]
-    weights = level_weights.to(dtype)
-    weight = weights.gather(2, level[:, None].expand(-1, H, -1))  # [B, H, 2C]
-    gate = torch.where(in_tail[:, None], weight * decay.transpose(1, 2).exp(), 0)
-    q = query.to(dtype)
-    scores = torch.einsum("bgn,bsgn->bgs", q, state.key.to(dtype)).repeat_interleave(H // G, 1) * gate
-    output = torch.einsum("bhs,bshp->bhp", scores, state.value.to(dtype))
-
-    # The blocks: everything that the state holds is decayed up to the first position of the tail.
-    levels = torch.arange(K, device=t.device)
-    start = (merged[:, None] >> levels + 1) << levels + 1  # [B, K] first chunk of the block
-    occupied = torch.where(levels < K - 1, merged[:, None] >> levels & 1, merged[:, None] >> levels) > 0
-    level = C.bit_length() - 1 + bit_length((t // C)[:, None] ^ start)
-    level = torch.where(levels < K - 1, level, L - 1).clamp(max=L - 1)
-    if _readable(occupied) and not occupied.any():
-        return _masked(output, active).to(value.dtype)
-    weight = weights.gather(2, level[:, None].expand(-1, H, -1))  # [B, H, K]
-    weight = torch.where(occupied[:, None], weight, 0) * of_chunk.sum(1).exp()[..., None]
-    per_head = q.repeat_interleave(H // G, 1)  # [B, H, N]
-    read = (per_head[:, None, :, None] @ state.levels)[..., 0, :]  # [B, K, H, P]
-    output = output + torch.einsum("bhk,bkhp->bhp", weight, read)
-    return _masked(output, active).to(value.dtype)
+    for ring, token in zip(state[:3], (key, value, log_decay)):
+        positions.write(ring, token)
+    # The blocks are decayed up to the first position of the tail, so all of the tail comes after them.
+    decay = torch.baddbmm(absent, later, state.log_decay).exp()  # [B, 2C + read, H]
+    gate = level_weights.to(dtype).gather(2, level.expand(-1, H, -1)) * decay.mT  # [B, H, 2C + read]
+    gate = gate.unflatten(1, (G, H // G))  # [B, G, H/G, 2C + read]
+    query = query.to(dtype)
+    scores = state.key.to(dtype).transpose(1, 2) @ query[..., None]  # [B, G, 2C, 1]
+    scores = (scores.mT * gate[..., :R]).flatten(1, 2)  # [B, H, 2C]
+    output = (scores[:, :, None] @ state.value.to(dtype).transpose(1, 2))[:, :, 0]  # [B, H, P]
+    if read:
+        weighted = (query[:, :, None, None] * gate[..., R:, None]).flatten(1, 2)  # [B, H, read, N]
+        blocks = weighted.transpose(1, 2)[..., None, :] @ state.levels[:, :read]  # [B, read, H, 1, P]
+        output = output + blocks.sum(1)[:, :, 0]
+    if positions.active is not None:
+        output = torch.where(positions.active[:, None, None], output, 0)
+    return output.to(value.dtype)
 
 
 def _readable(tensor):
     """Whether a value may be looked at here: on the CPU, outside of a trace."""
     return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
-
-
-def _masked(output, active):
-    return output if active is None else torch.where(active[:, None, None], output, 0)
-
-
-def _write_slot(state, slot, tokens, active):
-    row = torch.arange(len(slot), device=slot.device)
-    for ring, token in zip((state.key, state.value, state.log_decay), tokens):
-        if active is not None:
-            token = torch.where(active.view(-1, *[1] * (token.dim() - 1)), token, ring[row, slot])
-        ring[row, slot] = token.to(ring.dtype)
 
 
 def _merge_oldest_chunk(state, full):

@@ -130,15 +130,6 @@ class FenwickLayer(CacheLayerMixin):
         slot = (self.leader.lengths[:, None] + torch.arange(-width, 0, device=self.conv_ring.device)) % R
         return self.conv_ring.gather(1, slot[..., None].expand(-1, -1, self.conv_ring.shape[-1]))
 
-    def write_conv_input(self, conv_input: torch.Tensor, active: torch.Tensor | None) -> None:
-        """One token per row, in place: conv_input [B, conv_dim], active [B] or None."""
-        slot = (self.leader.lengths % self.conv_ring.shape[1])[:, None, None].expand(-1, 1, self.conv_ring.shape[-1])
-        conv_input = conv_input[:, None].to(self.conv_ring.dtype)
-        if active is not None:
-            conv_input = torch.where(active[:, None, None], conv_input, self.conv_ring.gather(1, slot))
-        self.conv_ring.scatter_(1, slot, conv_input)
-        self.recorded = None
-
     def extend(self, state: LogLinearState, conv_inputs, new_tokens, tokens) -> None:
         """Many tokens per row: takes what is after them. The counters follow in `advance`.
 

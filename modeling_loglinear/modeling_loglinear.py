@@ -23,7 +23,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import logging
 
-from .attention_loglinear import loglinear_attention, loglinear_attention_step
+from .attention_loglinear import StepPositions, loglinear_attention, loglinear_attention_step
 from .cache_loglinear import FenwickCache
 from .configuration_loglinear import LogLinearConfig
 
@@ -62,6 +62,7 @@ class TokenLayout(NamedTuple):
     lengths: torch.Tensor | None = None  # [B] real tokens per row, at its front; None: all
     cu_seqlens: torch.Tensor | None = None  # [num_seqs + 1] borders of the sequences packed into one row
     positions: torch.Tensor | None = None  # [T] position of each packed token in its sequence
+    step: StepPositions | None = None  # one token per row, to be decoded in place
 
 
 class LogLinearRMSNorm(nn.Module):
@@ -160,12 +161,10 @@ class LogLinearMixer(nn.Module):
         """hidden_states [B, T, D] -> [B, T, D]; writes its tokens to `cache_layer` if there is one."""
         gate, conv_inputs, dt = self.in_proj(hidden_states).split(self.split_sizes, dim=-1)
         level_weights = self.level_weights(hidden_states)  # [B, T, H, L]
-        window = None
         if cache_layer is not None:
             sizes = (self.num_groups, self.num_heads, self.state_size, self.head_dim, self.num_levels, self.chunk_size)
             cache_layer.lazy_initialization(len(conv_inputs), *sizes, conv_inputs)
-            window = cache_layer.conv_window(self.conv_kernel - 1)
-        query, key, values = self.convolved(conv_inputs, window, layout.positions)
+        query, key, values = self.convolved(conv_inputs, cache_layer, layout)
         # v = dt * x, g = -exp(A_log) * dt
         dtype = torch.promote_types(values.dtype, torch.float32)
         dt = F.softplus(dt.to(dtype) + self.dt_bias.to(dtype)).clamp(*self.config.time_step_limit)  # [B, T, H]
@@ -189,48 +188,43 @@ class LogLinearMixer(nn.Module):
             return hidden_states.new_ones(1).expand(*hidden_states.shape[:2], self.num_heads, self.num_levels)
         return self.lambda_head(self.lambda_proj(hidden_states).unflatten(-1, (self.num_heads, self.num_levels)))
 
-    def convolved(self, conv_inputs, window=None, positions=None):
-        """Depthwise causal convolution and activation, split into query [B, T, G, N], key [B, T, G, N], values [B, T, H, P].
-
-        conv_inputs [B, T, conv_dim]; window [B, K - 1, conv_dim] holds the inputs before them, None: zeros.
-        """
-        T, K = conv_inputs.shape[1], self.conv_kernel
-        weight, bias = self.conv1d.weight, self.conv1d.bias  # [conv_dim, 1, K], [conv_dim]
-        if positions is not None:  # packed: a tap must not reach into the sequence before
-            padded = F.pad(conv_inputs, (0, 0, K - 1, 0))
-            taps = [
-                torch.where((positions >= back)[:, None], padded[:, K - 1 - back :][:, :T], 0)
-                * weight[:, 0, K - 1 - back]
-                for back in range(K)
-            ]
-            mixed = sum(taps) if bias is None else sum(taps) + bias
-        elif window is not None and T == 1:
-            mixed = (torch.cat([window, conv_inputs], 1) * weight[:, 0].T).sum(1, keepdim=True)
-            mixed = mixed if bias is None else mixed + bias
-        else:
-            if window is not None:
-                conv_inputs = torch.cat([window.to(conv_inputs.dtype), conv_inputs], 1)
-            padding = K - 1 if window is None else 0
-            mixed = F.conv1d(conv_inputs.mT, weight, bias, padding=padding, groups=len(weight))[..., :T].mT
-        values, key, query = self.act(mixed).split(
+    def convolved(self, conv_inputs, cache_layer, layout):
+        """Depthwise causal convolution and activation: conv_inputs [B, T, conv_dim] -> query, key [B, T, G, N], values [B, T, H, P]."""
+        mixed = self.act(self._convolution(conv_inputs, cache_layer, layout))
+        values, key, query = mixed.split(
             [self.num_heads * self.head_dim, *[self.num_groups * self.state_size] * 2], dim=-1
         )
         groups = (self.num_groups, self.state_size)
-        return (
-            query.unflatten(-1, groups),
-            key.unflatten(-1, groups),
-            values.unflatten(-1, (self.num_heads, self.head_dim)),
-        )
+        return query.unflatten(-1, groups), key.unflatten(-1, groups), values.unflatten(-1, (self.num_heads, self.head_dim))
+
+    def _convolution(self, conv_inputs, cache_layer, layout):
+        T, K = conv_inputs.shape[1], self.conv_kernel
+        weight, bias = self.conv1d.weight, self.conv1d.bias  # [conv_dim, 1, K], [conv_dim]
+        if layout.step is not None:
+            layout.step.write(cache_layer.conv_ring, conv_inputs[:, 0])
+            mixed = (layout.step.window(cache_layer.conv_ring, K) * weight[:, 0].T).sum(1, keepdim=True)
+            return mixed if bias is None else mixed + bias
+        if layout.positions is not None:  # packed: a tap must not reach into the sequence before
+            padded = F.pad(conv_inputs, (0, 0, K - 1, 0))
+            taps = [
+                torch.where((layout.positions >= back)[:, None], padded[:, K - 1 - back :][:, :T], 0)
+                * weight[:, 0, K - 1 - back]
+                for back in range(K)
+            ]
+            return sum(taps) if bias is None else sum(taps) + bias
+        padding = K - 1
+        if cache_layer is not None and cache_layer.started:
+            conv_inputs, padding = torch.cat([cache_layer.conv_window(K - 1), conv_inputs], 1), 0
+        return F.conv1d(conv_inputs.mT, weight, bias, padding=padding, groups=len(weight))[..., :T].mT
 
     def _cached_attention(self, query, key, value, log_decay, level_weights, conv_inputs, cache_layer, layout):
         """Attention to the tokens in the cache and to the new ones, which it also writes to the cache."""
         B, T = query.shape[:2]
-        if T == 1 and not torch.is_grad_enabled():  # in place: nothing may need the old state for a gradient
-            active = None if layout.lengths is None else layout.lengths > 0
+        if layout.step is not None:
             tokens = (x[:, 0] for x in (query, key, value, log_decay, level_weights))
-            output = loglinear_attention_step(*tokens, cache_layer.state, active=active, backend=self.config.backend)
-            cache_layer.write_conv_input(conv_inputs[:, 0], active)
-            return output[:, None]
+            return loglinear_attention_step(
+                *tokens, cache_layer.state, positions=layout.step, backend=self.config.backend
+            )[:, None]
         output, state = loglinear_attention(
             query, key, value, log_decay, level_weights,
             chunk_size=self.chunk_size, lengths=layout.lengths, backend=self.config.backend,
@@ -392,11 +386,13 @@ class LogLinearModel(LogLinearPreTrainedModel):
 
         cu_seqlens = _packed_borders(shape, attention_mask, cache, position_ids, cu_seq_lens_q, seq_idx)
         use_cache = self._resolve_use_cache(use_cache, cache, cu_seqlens)
-        cache = self._prepare_cache(cache, shape[0]) if use_cache else None
+        cache = self._prepare_cache(cache) if use_cache else None
         if cu_seqlens is not None:
             hidden_states = hidden_states.flatten(0, 1)[None]
         padding = _Padding(attention_mask, shape)
-        layout = TokenLayout(padding.lengths, cu_seqlens, _packed_positions(cu_seqlens, hidden_states.shape[1]))
+        positions = _packed_positions(cu_seqlens, hidden_states.shape[1])
+        step = self._step_positions(cache, padding) if shape[1] == 1 else None
+        layout = TokenLayout(padding.lengths, cu_seqlens, positions, step)
         hidden_states = padding.compact(hidden_states)
 
         all_hidden_states = ()
@@ -451,7 +447,15 @@ class LogLinearModel(LogLinearPreTrainedModel):
             return False
         return use_cache
 
-    def _prepare_cache(self, cache, batch_size):
+    def _step_positions(self, cache, padding):
+        """For one token per row, written in place: nothing may need the old state for a gradient, and there must be one."""
+        if cache is None or torch.is_grad_enabled() or cache.layers[0].state is None:
+            return None
+        leader = cache.layers[0]
+        active = None if padding.lengths is None else padding.lengths > 0
+        return StepPositions(leader.lengths, leader.merged_chunks, self.config.chunk_size, active)
+
+    def _prepare_cache(self, cache):
         """The cache to use, a new one if there is none; its layers share the counters of the first."""
         if cache is None:
             cache = FenwickCache(self.config)
