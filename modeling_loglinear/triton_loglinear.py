@@ -8,7 +8,8 @@ chunk (a Fenwick tree in place), and everything before chunk c is read by a walk
 
     e = c;  while e: read the node in slot e - 1 (level: lowest set bit of e);  e &= e - 1
 
-**Forward**: `_chunk_state` fills every slot with its own chunk; `_merge` makes the nodes in place, two levels per launch;
+**Forward**: `_chunk_states` fills the slots with chunks and nodes of up to four; `_merge` makes the others in place, two
+levels per launch;
 `_output` does the work inside a chunk and the walk; `_final_levels` walks for the state that a sequence leaves.
 **Backward**: the first two again (cheaper than keeping them), then `_query_gradient` (what the walk read),
 `_node_gradient` and `_sum_segments` (who read a node), `_final_levels_gradient`, `_split` (`_merge` backwards, top down:
@@ -104,6 +105,16 @@ def _low_bit(x):
 
 
 @triton.jit
+def _count_bits(x):
+    """Set bits of 0 <= x < 2**31: sums of neighbours 1, 2, 4 bits wide, then of all bytes."""
+    x = x - ((x >> 1) & 0x55555555)
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
+    x = x + (x >> 8)
+    return (x + (x >> 16)) & 0x3F
+
+
+@triton.jit
 def _bit_length(x):
     """Bits of x >= 0: the exponent of its highest bit as a float (x & ~(x >> 1) keeps that bit and cannot round up)."""
     return tl.maximum(((x & ~(x >> 1)).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 126, 0)
@@ -120,14 +131,26 @@ def _node(end, level, seq, slot, first, layout):
 
 
 @triton.jit
-def _gate(cum, weights, stride, i, j, valid_i, L, C: tl.constexpr, LOG_C: tl.constexpr):
-    """Decay from j to i (0 for j > i), and its product with the weight of level(i, j); i, j are [C, 1] and [1, C] or turned."""
+def _weight(weights, level, offsets, valid, L):
+    """Level weights of some tokens, 0 where `valid` is not; levels from L on share the last weight."""
+    return tl.load(weights + offsets + tl.minimum(level, L - 1), mask=valid, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store_weight_gradient(d_weights, level, gradient, valid, L):
+    """Stores the gradient of a level below the last; returns what is left for the last weight, which many levels share."""
+    tl.store(d_weights + level, gradient.to(d_weights.dtype.element_ty), mask=valid & (level < L - 1))
+    return tl.where(level < L - 1, 0.0, gradient)
+
+
+@triton.jit
+def _gate(cum, weights, stride, i, j, valid, L, C: tl.constexpr, LOG_C: tl.constexpr):
+    """[C, C]: decay from j to i (0 for j > i), and its product with the weight of level(i, j) = bit_length(i ^ j)."""
     decay = tl.exp(tl.where(j <= i, tl.load(cum + i) - tl.load(cum + j), -float("inf")))
-    gate = tl.load(weights + i * stride + tl.minimum(LOG_C, L - 1), mask=valid_i, other=0.0).to(tl.float32)
+    gate = _weight(weights, LOG_C, i * stride, valid, L)
     for step in tl.static_range(LOG_C):
         level = LOG_C - 1 - step
-        weight = tl.load(weights + i * stride + tl.minimum(level, L - 1), mask=valid_i, other=0.0).to(tl.float32)
-        gate = tl.where((i ^ j) < (1 << level), weight, gate)
+        gate = tl.where((i ^ j) < (1 << level), _weight(weights, level, i * stride, valid, L), gate)
     return decay, gate * decay
 
 
@@ -135,39 +158,83 @@ def _gate(cum, weights, stride, i, j, valid_i, L, C: tl.constexpr, LOG_C: tl.con
 
 
 @triton.jit
-def _chunk_state(
+def _chunk_states(
     key, value, log_decay, cum, decay, nodes, layout, grouping, k_token, k_group, v_token, v_head, g_token, g_head,
     H, heads_per_group, N: tl.constexpr, P: tl.constexpr, C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The state of one chunk: sum over its tokens j of exp(decay from j to its end) k_j v_j^T.
+    """The states of four neighbouring chunks c0 ... c3, and the nodes of levels 1 and 2 that end with c1 and c3.
 
-    Grid (slots, H, tiles of [N, P]). Reads a chunk of key [C, BLOCK_N], value [C, BLOCK_P], log_decay [C].
-    Writes a tile of nodes[slot, head]; the first tile also cum[slot, head, C] and decay[0, slot, head].
+    Grid (groups of four chunks, H, tiles of [N, P]). Reads key [4C, BLOCK_N], value [4C, BLOCK_P], log_decay [4C]. Writes tiles
+    of nodes[slot, head] in four slots; the first tile also cum [4, C] and the decays of these chunks and nodes.
     """
-    seq, chunk, token, count, slot, first, end = _find(tl.program_id(0), grouping, layout, C)
+    seq, group, token, count, slot, first, _ = _find(tl.program_id(0), grouping, layout, C)
+    chunk = ((first >> 2) + group) * 4 - first  # c0; negative if an initial state ends inside the group
     if chunk * C >= count:
         return
     head = tl.program_id(1)
     tiles_p: tl.constexpr = P // BLOCK_P
     n = tl.program_id(2) // tiles_p * BLOCK_N + tl.arange(0, BLOCK_N)
     p = tl.program_id(2) % tiles_p * BLOCK_P + tl.arange(0, BLOCK_P)
-    j = tl.arange(0, C)
-    row = token + chunk * C + j
-    valid = chunk * C + j < count
-    g = tl.load(log_decay + row * g_token + head * g_head, mask=valid, other=0.0)
+    dtype = nodes.dtype.element_ty
+    key += token * k_token + head // heads_per_group * k_group
+    value += token * v_token + head * v_head
+    log_decay += token * g_token + head * g_head
+    tile = n[:, None] * P + p[None, :]
+    n0 = (slot + chunk).to(tl.int64) * H + head
+    has0, has1 = chunk >= 0, (chunk + 1 >= 0) & ((chunk + 1) * C < count)
+    has2, has3 = (chunk + 2 >= 0) & ((chunk + 2) * C < count), (chunk + 3 >= 0) & ((chunk + 3) * C < count)
+    x0, d0 = _chunk_state(chunk, key, value, log_decay, cum + n0 * C, count, n, p, k_token, v_token, g_token, C, dtype, PRECISION)
+    tl.store(nodes + n0 * (N * P) + tile, x0.to(dtype), mask=has0)
+    x1, d1 = _chunk_state(
+        chunk + 1, key, value, log_decay, cum + (n0 + H) * C, count, n, p, k_token, v_token, g_token, C, dtype, PRECISION
+    )
+    if layout.first is not None:
+        left = nodes + (_node(first + chunk + 1, 0, seq, slot, first, layout) * H + head) * (N * P)
+        x0 += tl.load(left + tile, mask=has1 & (chunk < 0), other=0.0).to(tl.float32)
+    x1 += tl.exp(d1) * x0
+    tl.store(nodes + (n0 + H) * (N * P) + tile, x1.to(dtype), mask=has1)
+    x2, d2 = _chunk_state(
+        chunk + 2, key, value, log_decay, cum + (n0 + 2 * H) * C, count, n, p, k_token, v_token, g_token, C, dtype, PRECISION
+    )
+    tl.store(nodes + (n0 + 2 * H) * (N * P) + tile, x2.to(dtype), mask=has2)
+    x3, d3 = _chunk_state(
+        chunk + 3, key, value, log_decay, cum + (n0 + 3 * H) * C, count, n, p, k_token, v_token, g_token, C, dtype, PRECISION
+    )
+    if layout.first is not None:
+        left = nodes + (_node(first + chunk + 3, 0, seq, slot, first, layout) * H + head) * (N * P)
+        x2 += tl.load(left + tile, mask=has3 & (chunk + 2 < 0), other=0.0).to(tl.float32)
+        left = nodes + (_node(first + chunk + 2, 1, seq, slot, first, layout) * H + head) * (N * P)
+        x1 += tl.load(left + tile, mask=has3 & (chunk + 1 < 0), other=0.0).to(tl.float32)
+    x3 += tl.exp(d3) * x2 + tl.exp(d2 + d3) * x1
+    tl.store(nodes + (n0 + 3 * H) * (N * P) + tile, x3.to(dtype), mask=has3)
+    if tl.program_id(2) == 0:
+        tl.store(decay + n0, d0, mask=has0)
+        tl.store(decay + n0 + H, d1, mask=has1)
+        tl.store(decay + n0 + 2 * H, d2, mask=has2)
+        tl.store(decay + n0 + 3 * H, d3, mask=has3)
+        upper = decay + n0 + layout.slots * H
+        tl.store(upper + H, d0 + d1, mask=has1)
+        tl.store(upper + 3 * H, d2 + d3, mask=has3)
+        tl.store(upper + (layout.slots + 3) * H, d0 + d1 + d2 + d3, mask=has3)
+
+
+@triton.jit
+def _chunk_state(
+    chunk, key, value, log_decay, cum, count, n, p, k_token, v_token, g_token,
+    C: tl.constexpr, dtype: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """(sum over a chunk's tokens j of exp(decay from j to its end) k_j v_j^T, its whole decay); stores its `cum`."""
+    j = chunk * C + tl.arange(0, C)
+    valid = (j >= 0) & (j < count)
+    g = tl.load(log_decay + j.to(tl.int64) * g_token, mask=valid, other=0.0)
     running = tl.cumsum(g, 0)
     total = tl.sum(g, 0)
-    node = (slot + chunk).to(tl.int64) * H + head
-    if tl.program_id(2) == 0:
-        tl.store(cum + node * C + j, running)
-        tl.store(decay + node, total)
-    dtype = nodes.dtype.element_ty
-    k = tl.load(key + row[:, None] * k_token + head // heads_per_group * k_group + n[None, :], mask=valid[:, None], other=0.0)
-    v = tl.load(value + row[:, None] * v_token + head * v_head + p[None, :], mask=valid[:, None], other=0.0)
+    tl.store(cum + tl.arange(0, C), running, mask=(chunk >= 0) & (chunk * C < count) & (tl.program_id(2) == 0))
+    k = tl.load(key + j[:, None].to(tl.int64) * k_token + n[None, :], mask=valid[:, None], other=0.0)
+    v = tl.load(value + j[:, None].to(tl.int64) * v_token + p[None, :], mask=valid[:, None], other=0.0)
     v = (v.to(tl.float32) * tl.exp(tl.minimum(total - running, 0.0))[:, None]).to(dtype)
-    state = tl.dot(tl.trans(k.to(dtype)), v, input_precision=PRECISION)
-    tl.store(nodes + node * (N * P) + n[:, None] * P + p[None, :], state.to(dtype))
+    return tl.dot(tl.trans(k.to(dtype)), v, input_precision=PRECISION), total
 
 
 @triton.jit
@@ -235,7 +302,7 @@ def _output(
     q = tl.load(query + (token + i) * q_token + group * q_group + n[None, :], mask=valid, other=0.0).to(dtype)
     k = tl.load(key + (token + j) * k_token + group * k_group + n[:, None], mask=chunk * C + j < count, other=0.0)
     scores = tl.dot(q, k.to(dtype), input_precision=PRECISION)
-    for _ in range(heads_per_program):
+    for _ in tl.range(0, heads_per_program, disable_licm=True):
         here = (slot + chunk).to(tl.int64) * H + head
         lam = weights + token * w_token + head * w_head
         v = tl.load(value + (token + i) * v_token + head * v_head + p[None, :], mask=valid, other=0.0).to(dtype)
@@ -244,11 +311,11 @@ def _output(
         since_start = tl.load(cum + here * C + i)
         gap = tl.zeros((), tl.float32)
         left = first + chunk
-        while left > 0:
+        for _ in range(_count_bits(left)):
             level = _low_bit(left)
             node = _node(left, level, seq, slot, first, layout)
             state = tl.load(nodes + (node * H + head) * (N * P) + n[:, None] * P + p[None, :])
-            weight = tl.load(lam + i * w_token + tl.minimum(LOG_C + 1 + level, L - 1), mask=valid, other=0.0).to(tl.float32)
+            weight = _weight(lam, LOG_C + 1 + level, i * w_token, valid, L)
             out += weight * tl.exp(since_start + gap) * tl.dot(q, state, input_precision=PRECISION)
             gap += tl.load(decay + (level * layout.slots + node) * H + head, mask=left > first, other=0.0)
             left = left & (left - 1)
@@ -308,7 +375,7 @@ def _query_gradient(
     query, key, value, weights, d_output, cum, decay, nodes, d_query, d_weights, row_sums, read_sums, layout, grouping,
     q_token, q_group, k_token, k_group, v_token, v_head, w_token, w_head, o_token, o_head, tokens, H, heads_per_group,
     heads_per_program, L, LEVELS, N: tl.constexpr, P: tl.constexpr, C: tl.constexpr, LOG_C: tl.constexpr,
-    BLOCK_L: tl.constexpr, PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The query side of one chunk, for some heads of a group: the mirror of `_output`.
 
@@ -323,7 +390,7 @@ def _query_gradient(
     group = head // heads_per_group
     part = head % heads_per_group // heads_per_program
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    n, p, l = tl.arange(0, N), tl.arange(0, P), tl.arange(0, BLOCK_L)[None, :]
+    n, p = tl.arange(0, N), tl.arange(0, P)
     valid = chunk * C + i < count
     token += chunk * C
     dtype = nodes.dtype.element_ty
@@ -331,7 +398,7 @@ def _query_gradient(
     k = tl.load(key + (token + i) * k_token + group * k_group + n[None, :], mask=valid, other=0.0).to(dtype)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     dq = tl.zeros((C, N), tl.float32)
-    for _ in range(heads_per_program):
+    for _ in tl.range(0, heads_per_program, disable_licm=True):
         here = (slot + chunk).to(tl.int64) * H + head
         lam = weights + token * w_token + head * w_head
         v = tl.load(value + (token + i) * v_token + head * v_head + p[None, :], mask=valid, other=0.0).to(dtype)
@@ -340,32 +407,34 @@ def _query_gradient(
         d_scores = tl.dot(do, tl.trans(v), input_precision=PRECISION)
         d_gate = d_scores * scores * within
         dq = tl.dot((d_scores * gate).to(dtype), k, dq, input_precision=PRECISION)
-        d_lam = tl.zeros((C, BLOCK_L), tl.float32)
-        for level in tl.static_range(LOG_C + 1):
-            of_level = ((i ^ j) < (1 << level)) & ((i ^ j) >= (1 << level) // 2)
-            d_level = tl.sum(tl.where(of_level, d_gate, 0.0), 1)[:, None]
-            d_lam += tl.where(l == tl.minimum(level, L - 1), d_level, 0.0)
+        d_lam = d_weights + ((token + i) * H + head) * L
+        row_sum = tl.zeros((C, 1), tl.float32)
+        d_top = tl.zeros((C, 1), tl.float32)
+        for inner in tl.static_range(LOG_C + 1):
+            of_level = ((i ^ j) < (1 << inner)) & ((i ^ j) >= (1 << inner) // 2)
+            d_inner = tl.sum(tl.where(of_level, d_gate, 0.0), 1)[:, None]
+            row_sum += d_inner * _weight(lam, inner, i * w_token, valid, L)
+            d_top += _store_weight_gradient(d_lam, inner, d_inner, valid, L)
         since_start = tl.load(cum + here * C + i)
         gap = tl.zeros((), tl.float32)
         left = first + chunk
-        while left > 0:
+        for _ in range(_count_bits(left)):
             level = _low_bit(left)
             node = _node(left, level, seq, slot, first, layout)
             state = tl.load(nodes + (node * H + head) * (N * P) + n[:, None] * P + p[None, :])
-            at = tl.minimum(LOG_C + 1 + level, L - 1)
-            weight = tl.load(lam + i * w_token + at, mask=valid, other=0.0).to(tl.float32)
+            weight = _weight(lam, LOG_C + 1 + level, i * w_token, valid, L)
             decayed = tl.exp(since_start + gap)
-            read = tl.dot(do, tl.trans(state), input_precision=PRECISION)  # [C, N]
-            d_level = decayed * tl.sum(read * q, 1)[:, None]
-            d_lam += tl.where(l == at, d_level, 0.0)
+            read = tl.dot(q, state, input_precision=PRECISION)  # [C, P]
+            d_level = decayed * tl.sum(read * do, 1)[:, None]
+            d_top += _store_weight_gradient(d_lam, LOG_C + 1 + level, d_level, valid, L)
+            row_sum += weight * d_level
             tl.store(read_sums + here * LEVELS + level, tl.sum(weight * d_level))
-            dq += weight * decayed * read
+            weighted = (do.to(tl.float32) * (weight * decayed)).to(dtype)
+            dq = tl.dot(weighted, tl.trans(state), dq, input_precision=PRECISION)
             gap += tl.load(decay + (level * layout.slots + node) * H + head, mask=left > first, other=0.0)
             left = left & (left - 1)
-        in_range = valid & (l < L)
-        lam_tile = tl.load(lam + i * w_token + l, mask=in_range, other=0.0).to(tl.float32)
-        tl.store(row_sums + here * C + tl.arange(0, C), tl.sum(lam_tile * d_lam, 1))
-        tl.store(d_weights + ((token + i) * H + head) * L + l, d_lam.to(d_weights.dtype.element_ty), mask=in_range)
+        tl.store(d_lam + L - 1, d_top.to(d_weights.dtype.element_ty), mask=valid)
+        tl.store(row_sums + here * C + i, row_sum)
         head += 1
     groups = H // heads_per_group
     at = ((part.to(tl.int64) * tokens + token + i) * groups + group) * N + n[None, :]
@@ -421,8 +490,7 @@ def _node_gradient(
                 other=0.0,
             )
             do = tl.load(d_output + row[:, None] * o_token + head * o_head + p[None, :], mask=valid[:, None], other=0.0)
-            at = tl.minimum(LOG_C + 1 + level, L - 1)
-            weight = tl.load(weights + row * w_token + head * w_head + at, mask=valid, other=0.0).to(tl.float32)
+            weight = _weight(weights, LOG_C + 1 + level, row * w_token + head * w_head, valid, L)
             weight *= tl.exp(tl.load(cum + here * C + i) + gap)
             do = (do.to(tl.float32) * weight[:, None]).to(dtype)
             total = tl.dot(tl.trans(q.to(dtype)), do, total, input_precision=PRECISION)
@@ -623,32 +691,32 @@ def _key_gradient(
     head = tl.program_id(1) * heads_per_program
     group = head // heads_per_group
     part = head % heads_per_group // heads_per_program
-    j, i = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     n, p = tl.arange(0, N), tl.arange(0, P)
-    valid = chunk * C + j < count
+    valid = chunk * C + i < count
     token += chunk * C
     dtype = d_nodes.dtype.element_ty
-    q = tl.load(query + (token + j) * q_token + group * q_group + n[None, :], mask=valid, other=0.0).to(dtype)
-    k = tl.load(key + (token + j) * k_token + group * k_group + n[None, :], mask=valid, other=0.0).to(dtype)
-    scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # [j, i]
+    q = tl.load(query + (token + i) * q_token + group * q_group + n[None, :], mask=valid, other=0.0).to(dtype)
+    k = tl.load(key + (token + i) * k_token + group * k_group + n[None, :], mask=valid, other=0.0).to(dtype)
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     dk = tl.zeros((C, N), tl.float32)
-    for _ in range(heads_per_program):
+    for _ in tl.range(0, heads_per_program, disable_licm=True):
         here = (slot + chunk).to(tl.int64) * H + head
-        v = tl.load(value + (token + j) * v_token + head * v_head + p[None, :], mask=valid, other=0.0).to(dtype)
-        do = tl.load(d_output + (token + j) * o_token + head * o_head + p[None, :], mask=valid, other=0.0).to(dtype)
+        v = tl.load(value + (token + i) * v_token + head * v_head + p[None, :], mask=valid, other=0.0).to(dtype)
+        do = tl.load(d_output + (token + i) * o_token + head * o_head + p[None, :], mask=valid, other=0.0).to(dtype)
         state = tl.load(d_nodes + here * (N * P) + n[:, None] * P + p[None, :])
+        to_end = tl.exp(tl.minimum(tl.load(decay + here) - tl.load(cum + here * C + i), 0.0))
+        dv = to_end * tl.dot(k, state, input_precision=PRECISION)  # [C, P], by later chunks
+        passing = tl.sum(dv * v, 1)
+        to_state = (v.to(tl.float32) * to_end).to(dtype)
+        dk = tl.dot(to_state, tl.trans(state), dk, input_precision=PRECISION)
         lam = weights + token * w_token + head * w_head
-        _, gate = _gate(cum + here * C, lam, w_token, i, j, chunk * C + i < count, L, C, LOG_C)
-        weighted = scores * gate
-        d_scores = tl.dot(v, tl.trans(do), input_precision=PRECISION)
-        column = tl.sum(d_scores * weighted, 1)
-        to_end = tl.exp(tl.minimum(tl.load(decay + here) - tl.load(cum + here * C + j), 0.0))
-        after = to_end * tl.dot(k, state, input_precision=PRECISION)  # [C, P]
-        passing = tl.sum(after * v, 1)
-        dv = after + tl.dot(weighted.to(dtype), do, input_precision=PRECISION)
-        tl.store(d_value + ((token + j) * H + head) * P + p[None, :], dv.to(d_value.dtype.element_ty), mask=valid)
-        dk = tl.dot((d_scores * gate).to(dtype), q, dk, input_precision=PRECISION)
-        dk += to_end * tl.dot(v, tl.trans(state), input_precision=PRECISION)
+        _, gate = _gate(cum + here * C, lam, w_token, i, j, valid, L, C, LOG_C)
+        d_scores = tl.dot(do, tl.trans(v), input_precision=PRECISION) * gate
+        column = tl.sum(d_scores * scores, 0)
+        dk = tl.dot(tl.trans(d_scores.to(dtype)), q, dk, input_precision=PRECISION)
+        dv = tl.dot(tl.trans((scores * gate).to(dtype)), do, dv, input_precision=PRECISION)
+        tl.store(d_value + ((token + i) * H + head) * P + p[None, :], dv.to(d_value.dtype.element_ty), mask=valid)
         # The log decay of token s acts between all j < s <= i: pairs inside the chunk, from before it, to after it, across it.
         row = tl.load(row_sums + here * C + tl.arange(0, C)) - column
         dg = tl.sum(row, 0) - tl.cumsum(row, 0) + row + tl.cumsum(passing, 0) - passing
@@ -658,7 +726,7 @@ def _key_gradient(
         tl.store(d_log_decay + at, dg, mask=chunk * C + tl.arange(0, C) < count)
         head += 1
     groups = H // heads_per_group
-    at = ((part.to(tl.int64) * tokens + token + j) * groups + group) * N + n[None, :]
+    at = ((part.to(tl.int64) * tokens + token + i) * groups + group) * N + n[None, :]
     tl.store(d_key + at, dk.to(d_key.dtype.element_ty), mask=valid)
 
 
@@ -692,7 +760,7 @@ def _merge_tail(
     groups = H // heads_per_group
     k = tl.load(key + (slot[None, :] * groups + head // heads_per_group) * N + n).to(tl.float32)  # [N, C]
     v = tl.load(value + (slot[:, None] * H + head) * P + p[None, :]).to(tl.float32) * to_end[:, None]
-    node = tl.dot(k, v, input_precision="ieee")
+    node = tl.dot(k, v, input_precision="tf32x3")
     keep = tl.exp(total)
     carrying = chunk >= 0
     for level in range(K):
@@ -791,7 +859,7 @@ class _Call:
         self.C = _block_size(query.dtype, self.N, self.P, chunk_size if has_state else 64)
         self.num_seqs = self.B if cu_seqlens is None else cu_seqlens.shape[0] - 1
         self.dtype = torch.bfloat16 if query.dtype == torch.bfloat16 else torch.float32  # of nodes and of dot operands
-        self.sizes = dict(N=self.N, P=self.P, C=self.C, PRECISION="tf32" if query.dtype == torch.float16 else "ieee")
+        self.sizes = dict(N=self.N, P=self.P, C=self.C, PRECISION="tf32" if query.dtype == torch.float16 else "tf32x3")
         self.log_c = self.C.bit_length() - 1
         self.tile = min(self.N * self.P, MERGE_TILE)
         self.tiles = self.N * self.P // self.tile
@@ -858,11 +926,12 @@ class _Call:
         if self.layout.first is not None:
             nodes[slots:] = self.initial_levels.flatten(0, 1)
         block_n, block_p = min(self.N, 128), min(self.P, 64)
-        _chunk_state[(self.grouping(0).count, H, self.N // block_n * (self.P // block_p))](
-            self.key, self.value, self.log_decay, cum, decay, nodes, self.layout, self.grouping(0), *_strides(self.key),
-            *_strides(self.value), *_strides(self.log_decay), H, H // self.G, BLOCK_N=block_n, BLOCK_P=block_p, **self.sizes,
+        _chunk_states[(self.grouping(2).count, H, self.N // block_n * (self.P // block_p))](
+            self.key, self.value, self.log_decay, cum, decay, nodes, self.layout, self.grouping(2), *_strides(self.key),
+            *_strides(self.value), *_strides(self.log_decay), H, H // self.G, BLOCK_N=block_n, BLOCK_P=block_p, num_warps=8,
+            **self.sizes,
         )  # fmt: skip
-        for level in range(0, self.depth - 1, 2):
+        for level in range(2, self.depth - 1, 2):
             grouping = self.grouping(level + 2)
             _merge[(grouping.count, H, self.tiles)](
                 nodes, decay, self.layout, grouping, level, H, NP=self.N * self.P, C=self.C, TILE=self.tile
@@ -920,14 +989,14 @@ class _Call:
     def _query_gradient(self, d_output, cum, decay, nodes):
         heads = self.heads_per_program(1024)
         d_query, parts = self._per_group(self.query, heads)
-        d_weights = self.empty(self.weights)
+        d_weights = torch.zeros(self.weights.shape, dtype=self.weights.dtype, device=cum.device)
         row_sums = torch.empty_like(cum)
         read_sums = cum.new_empty(self.layout.slots, self.H, self.depth)
         _query_gradient[(self.grouping(0).count, self.H // heads)](
             self.query, self.key, self.value, self.weights, d_output, cum, decay, nodes, parts, d_weights, row_sums, read_sums,
             self.layout, self.grouping(0), *_strides(self.query), *_strides(self.key), *_strides(self.value),
             *_strides(self.weights), *_strides(d_output), self.B * self.T, self.H, self.H // self.G, heads, self.L, self.depth,
-            LOG_C=self.log_c, BLOCK_L=triton.next_power_of_2(self.L), num_warps=8, **self.sizes,
+            LOG_C=self.log_c, **self.sizes,
         )  # fmt: skip
         return d_query(), d_weights, row_sums, read_sums
 
@@ -961,7 +1030,7 @@ class _Call:
             self.query, self.key, self.value, self.weights, d_output, cum, decay, d_nodes, span, row_sums, parts, d_value,
             d_log_decay, self.layout, self.grouping(0), *_strides(self.query), *_strides(self.key), *_strides(self.value),
             *_strides(self.weights), *_strides(d_output), self.B * self.T, self.H, self.H // self.G, heads, self.L, self.tiles,
-            span.stride(0), LOG_C=self.log_c, num_warps=8, **self.sizes,
+            span.stride(0), LOG_C=self.log_c, **self.sizes,
         )  # fmt: skip
         return d_key(), d_value, d_log_decay
 
