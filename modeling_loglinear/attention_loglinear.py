@@ -15,6 +15,7 @@ Letters, the same in this whole package:
 This file knows tensors only; the cache and the model live in their own files.
 """
 
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -319,6 +320,12 @@ def _choose_tree(backend, query, value, level_weights, chunk_size):
 # ------------------------------------------------------------------------------------------------------- the definition
 
 
+def full_precision(device: torch.device):
+    """Context without autocast; entering one costs more than a small operation, so only where autocast is on."""
+    on = torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if on else nullcontext()
+
+
 def bit_length(number: torch.Tensor) -> torch.Tensor:
     """`int.bit_length` of every element of an integer tensor of values from 0 to 2**53."""
     return torch.frexp(number.double()).exponent.long()
@@ -564,7 +571,7 @@ def _torch_tree_attention(
     C, L, dtype = chunk_size, level_weights.shape[-1], log_decay.dtype
     top = state_levels(L, C) - 1
     tree = _Tree(B, T, C, top, lengths, cu_seqlens, first_chunk, final_chunk)
-    with torch.autocast(value.device.type, enabled=False):
+    with full_precision(value.device):
         q, k, v, g, weights = (tree.chunks(x).to(dtype) for x in (query, key, value, log_decay, level_weights))
         decay = g.cumsum(1)  # [S, C, H] from the start of the chunk up to and including the token
         q = q.transpose(1, 2)  # [S, G, C, N]
@@ -798,28 +805,29 @@ class StepPositions:
 
     def __init__(self, lengths, merged_chunks, chunk_size, active=None):
         self.lengths, self.merged_chunks, self.chunk_size, self.active = lengths, merged_chunks, chunk_size, active
-        self._tables = None
+        self.row = torch.arange(len(lengths), device=lengths.device) * 2 * chunk_size  # [B] first slot of every ring
+        self.slot = self.row + lengths % (2 * chunk_size)  # [B] in the rings of all rows together
+        self._window = self._tables = None
 
     def write(self, ring, token):
         """Puts token [B, ...] into the slot of its position in ring [B, 2C, ...], in place."""
-        row, slot = self.row_and_slot()
+        slots = ring.flatten(0, 1)
         if self.active is not None:
-            token = torch.where(self.active.view(-1, *[1] * (token.dim() - 1)), token, ring[row, slot])
-        ring.index_put_((row, slot), token.to(ring.dtype))
+            active = self.active.view(-1, *[1] * (token.dim() - 1))
+            token = torch.where(active, token, slots.index_select(0, self.slot))
+        slots.index_copy_(0, self.slot, token.to(ring.dtype))
 
     def window(self, ring, width):
         """The newest `width` entries of ring [B, 2C, D], this token included: [B, width, D]."""
-        back = torch.arange(1 - width, 1, device=ring.device)
-        slot = (self.lengths[:, None] + back) % ring.shape[1]
-        return ring.gather(1, slot[..., None].expand(-1, -1, ring.shape[2]))
-
-    def row_and_slot(self):
-        return torch.arange(len(self.lengths), device=self.lengths.device), self.lengths % (2 * self.chunk_size)
+        if self._window is None:
+            back = torch.arange(1 - width, 1, device=ring.device)
+            self._window = (self.row[:, None] + (self.lengths[:, None] + back) % ring.shape[1]).flatten()
+        return ring.flatten(0, 1).index_select(0, self._window).unflatten(0, (-1, width))
 
     def tables(self, K, L, dtype):
         """(full, read, later, absent, level) for keys that stand in the 2C slots of the tail and in the blocks.
 
-        full [B]: rows whose oldest chunk becomes a block now
+        full [B]: rows whose oldest chunk becomes a block now; None if it is known that there is none
         read: how many of the K blocks have to be read
         later [B, 2C + read, 2C]: which tokens' decays come between a key and this token
         absent [B, 2C + read, 1]: 0 where there is a key, -inf elsewhere
@@ -836,46 +844,49 @@ class StepPositions:
             full = full & self.active
         merged = (self.merged_chunks + full)[:, None]
         position = t - (t - torch.arange(2 * C, device=t.device)) % (2 * C)  # [B, 2C] of the token in each slot
-        in_tail = position >= merged * C
-        blocks = torch.arange(K, device=t.device)
-        is_top = blocks == K - 1
-        occupied = torch.where(is_top, merged >> blocks, merged >> blocks & 1) > 0  # [B, K]
+        present = position >= merged * C
+        level = bit_length(t ^ position.clamp(min=0))
         read = K
-        if _readable(occupied):
-            read = max(occupied.any(0).nonzero()[:, 0].tolist(), default=-1) + 1
-            occupied = occupied[:, :read]
-        start = (merged >> blocks + 1) << blocks + 1  # [B, K] first chunk of the block
-        block_level = C.bit_length() - 1 + bit_length(t // C ^ start)
-        block_level = torch.where(is_top, L - 1, block_level)[:, :read]
-        level = torch.cat([bit_length(t ^ position.clamp(min=0)), block_level], 1).clamp(max=L - 1)
-        later = torch.cat([position, position.new_full((len(t), read), -1)], 1)[..., None] < position[:, None]
-        later = (later & in_tail[:, None]).to(dtype)
-        present = torch.cat([in_tail, occupied], 1)[..., None]
-        absent = torch.zeros_like(present, dtype=dtype).masked_fill(~present, -torch.inf)
-        return full, read, later, absent, level[:, None]
+        if _readable(t):  # a CPU need not read blocks that no row has yet
+            read = min(K, int(merged.max()).bit_length())
+            full = full if full.any() else None
+        later = (position[..., None] < position[:, None]) & present[:, None]
+        if read:
+            blocks = torch.arange(read, device=t.device)
+            start = (merged >> blocks + 1) << blocks + 1  # [B, read] first chunk of the block
+            block_level = C.bit_length() - 1 + bit_length(t // C ^ start)
+            occupied = merged >> blocks & 1 > 0
+            if read == K:  # the last block takes everything older
+                block_level[:, -1] = L - 1
+                occupied[:, -1:] = merged >> K - 1 > 0
+            later = torch.cat([later, present[:, None].expand(-1, read, -1)], 1)
+            present, level = torch.cat([present, occupied], 1), torch.cat([level, block_level], 1)
+        absent = torch.zeros_like(present, dtype=dtype).masked_fill(~present, -torch.inf)[..., None]
+        return full, read, later.to(dtype), absent, level.clamp(max=L - 1)[:, None]
 
 
 def _torch_decode_step(query, key, value, log_decay, level_weights, state, positions):
     """See `loglinear_attention_step`; query, key [B, G, N], value [B, H, P], log_decay [B, H], level_weights [B, H, L]."""
-    G, H = query.shape[1], value.shape[1]
+    (B, G, N), H = query.shape, value.shape[1]
     R, K, dtype = state.key.shape[1], state.levels.shape[1], state.levels.dtype
     full, read, later, absent, level = positions.tables(K, level_weights.shape[-1], dtype)
-    if not _readable(full) or full.any():
+    if full is not None:
         _merge_oldest_chunk(state, full)
     for ring, token in zip(state[:3], (key, value, log_decay)):
         positions.write(ring, token)
     # The blocks are decayed up to the first position of the tail, so all of the tail comes after them.
     decay = torch.baddbmm(absent, later, state.log_decay).exp()  # [B, 2C + read, H]
     gate = level_weights.to(dtype).gather(2, level.expand(-1, H, -1)) * decay.mT  # [B, H, 2C + read]
-    gate = gate.unflatten(1, (G, H // G))  # [B, G, H/G, 2C + read]
-    query = query.to(dtype)
-    scores = state.key.to(dtype).transpose(1, 2) @ query[..., None]  # [B, G, 2C, 1]
-    scores = (scores.mT * gate[..., :R]).flatten(1, 2)  # [B, H, 2C]
-    output = (scores[:, :, None] @ state.value.to(dtype).transpose(1, 2))[:, :, 0]  # [B, H, P]
+    gate = gate.view(B * G, H // G, R + read)
+    query = query.to(dtype).reshape(B * G, 1, N)
+    keys = state.key.to(dtype).transpose(1, 2).flatten(0, 1)  # [B * G, 2C, N]
+    values = state.value.to(dtype).transpose(1, 2).flatten(0, 1)  # [B * H, 2C, P]
+    scores = torch.bmm(query, keys.mT) * gate[..., :R]  # [B * G, H/G, 2C]
+    output = torch.bmm(scores.view(B * H, 1, R), values).view(value.shape)  # [B, H, P]
     if read:
-        weighted = (query[:, :, None, None] * gate[..., R:, None]).flatten(1, 2)  # [B, H, read, N]
-        blocks = weighted.transpose(1, 2)[..., None, :] @ state.levels[:, :read]  # [B, read, H, 1, P]
-        output = output + blocks.sum(1)[:, :, 0]
+        weighted = (query[:, :, None] * gate[..., R:, None]).view(B, H, read, 1, N)
+        blocks = weighted @ state.levels[:, :read].transpose(1, 2)  # [B, H, read, 1, P]
+        output = output + blocks.sum(2)[:, :, 0]
     if positions.active is not None:
         output = torch.where(positions.active[:, None, None], output, 0)
     return output.to(value.dtype)

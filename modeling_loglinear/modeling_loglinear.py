@@ -23,7 +23,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import logging
 
-from .attention_loglinear import StepPositions, loglinear_attention, loglinear_attention_step
+from .attention_loglinear import StepPositions, full_precision, loglinear_attention, loglinear_attention_step
 from .cache_loglinear import FenwickCache
 from .configuration_loglinear import LogLinearConfig
 
@@ -65,6 +65,13 @@ class TokenLayout(NamedTuple):
     step: StepPositions | None = None  # one token per row, to be decoded in place
 
 
+def rms_norm(x, eps):
+    """x / sqrt(mean(x^2) + eps) over the last dimension."""
+    if x.is_cuda:
+        return F.rms_norm(x, x.shape[-1:], eps=eps)  # one kernel; on a CPU the same call is slower than its parts
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+
+
 class LogLinearRMSNorm(nn.Module):
     """Root-mean-square norm over the last dimension, in float32."""
 
@@ -74,7 +81,7 @@ class LogLinearRMSNorm(nn.Module):
         self.variance_epsilon = eps
 
     def forward(self, hidden_states):
-        normed = F.rms_norm(hidden_states.float(), hidden_states.shape[-1:], eps=self.variance_epsilon)
+        normed = rms_norm(hidden_states.float(), self.variance_epsilon)
         return self.weight * normed.to(self.weight.dtype)
 
 
@@ -90,7 +97,7 @@ class LogLinearGatedRMSNorm(nn.Module):
     def forward(self, hidden_states, gate):
         gated = hidden_states.float() * F.silu(gate.float())
         grouped = gated.unflatten(-1, (self.num_groups, -1))  # [B, T, G, D / G]
-        normed = F.rms_norm(grouped, grouped.shape[-1:], eps=self.variance_epsilon).flatten(-2)
+        normed = rms_norm(grouped, self.variance_epsilon).flatten(-2)
         return self.weight * normed.to(self.weight.dtype)
 
 
@@ -117,10 +124,11 @@ class LogLinearLambdaHead(nn.Module):
         """[B, T, H, L] -> [B, T, H, L] in float32 (float64 stays)."""
         dtype = torch.promote_types(levels.dtype, torch.float32)
         levels = levels.to(dtype)
-        with torch.autocast(levels.device.type, enabled=False):
+        with full_precision(levels.device):
             if self.mode == "linear":
                 return F.softplus(self.scale.to(dtype) * levels)
-            levels = levels @ self.up.to(dtype) @ self.down.to(dtype) + self.bias.to(dtype)
+            # No activation between W1 and W2, so their product serves all tokens.
+            levels = F.linear(levels, (self.up.to(dtype) @ self.down.to(dtype)).T, self.bias.to(dtype))
         return levels.softmax(-1) if self.mode == "mlp_softmax" else F.softplus(levels)
 
 
@@ -167,7 +175,9 @@ class LogLinearMixer(nn.Module):
         query, key, values = self.convolved(conv_inputs, cache_layer, layout)
         # v = dt * x, g = -exp(A_log) * dt
         dtype = torch.promote_types(values.dtype, torch.float32)
-        dt = F.softplus(dt.to(dtype) + self.dt_bias.to(dtype)).clamp(*self.config.time_step_limit)  # [B, T, H]
+        dt = F.softplus(dt.to(dtype) + self.dt_bias.to(dtype))  # [B, T, H]
+        if self.config.time_step_limit != (0.0, math.inf):
+            dt = dt.clamp(*self.config.time_step_limit)
         log_decay = -self.A_log.to(dtype).exp() * dt
         value = (values * dt[..., None]).to(values.dtype)  # [B, T, H, P]
         if cache_layer is None:
@@ -179,7 +189,7 @@ class LogLinearMixer(nn.Module):
             output = self._cached_attention(
                 query, key, value, log_decay, level_weights, conv_inputs, cache_layer, layout
             )
-        output = output + self.D.to(output.dtype)[:, None] * values
+        output = torch.addcmul(output, self.D.to(output.dtype)[:, None], values)
         return self.out_proj(self.norm(output.flatten(-2), gate))
 
     def level_weights(self, hidden_states):
@@ -195,7 +205,11 @@ class LogLinearMixer(nn.Module):
             [self.num_heads * self.head_dim, *[self.num_groups * self.state_size] * 2], dim=-1
         )
         groups = (self.num_groups, self.state_size)
-        return query.unflatten(-1, groups), key.unflatten(-1, groups), values.unflatten(-1, (self.num_heads, self.head_dim))
+        return (
+            query.unflatten(-1, groups),
+            key.unflatten(-1, groups),
+            values.unflatten(-1, (self.num_heads, self.head_dim)),
+        )
 
     def _convolution(self, conv_inputs, cache_layer, layout):
         T, K = conv_inputs.shape[1], self.conv_kernel
