@@ -256,7 +256,7 @@ def pack(corpus: Corpus, splits: dict, tokenizer, data_args: DataArguments) -> d
 
 def collate(blocks: list[dict]) -> dict[str, torch.Tensor]:
     """Blocks -> {"input_ids", "labels"}, both [B, block_size]; the model shifts the labels itself."""
-    input_ids = torch.tensor([block["input_ids"] for block in blocks])
+    input_ids = torch.tensor(np.array([block["input_ids"] for block in blocks], dtype=np.int64))
     return {"input_ids": input_ids, "labels": input_ids.clone()}
 
 
@@ -466,7 +466,7 @@ def report(run: Run, argv: list[str], steps: int, perplexities: dict[str, tuple[
 
     output_dir, seconds = Path(run.training_args.output_dir), time.perf_counter() - started
     parameters, lambda_parameters = parameter_counts(run.model)
-    on_gpu = run.training_args.device.type == "cuda"
+    world_size, on_gpu = run.training_args.world_size, run.training_args.device.type == "cuda"
     card = Template(MODEL_CARD.read_text(encoding="utf-8")).substitute(
         name=output_dir.name,
         command=shlex.join(["python", "train.py", *argv]),
@@ -478,7 +478,7 @@ def report(run: Run, argv: list[str], steps: int, perplexities: dict[str, tuple[
         block_size=run.block_size,
         steps=f"{steps:,}",
         minutes=f"{seconds / 60:.1f}",
-        processes=run.training_args.world_size,
+        processes="1 process" if world_size == 1 else f"{world_size} processes",
         device=torch.cuda.get_device_name() if on_gpu else f"a CPU with {os.cpu_count()} cores",
         versions=f"Python {platform.python_version()}, torch {torch.__version__}, "
         f"transformers {transformers.__version__}, datasets {datasets.__version__}",

@@ -10,7 +10,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import NamedTuple
 
-from datasets import Dataset, DatasetDict, load_dataset
+from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 from huggingface_hub.utils import logging as hub_logging
 
@@ -121,12 +121,13 @@ def _from_hub(dataset: str, config: str | None, streaming: bool) -> dict:
     print(f"Reading {dataset} from the Hub ...", file=sys.stderr)
     hub_logging.set_verbosity_error()  # its reports of every retry would bury the one message that counts
     try:
-        loaded: DatasetDict = load_dataset(dataset, config)
-        if streaming:
-            loaded["train"] = load_dataset(dataset, config, split="train", streaming=True)
+        loaded = load_dataset(dataset, config, streaming=streaming)
     except (ConnectionError, DatasetNotFoundError) as error:
         raise ValueError(f"dataset={dataset!r} cannot be read from the Hub: {error}\n{LOCAL_FILES_HINT}") from error
-    return {split: rows for split, rows in loaded.items() if split in SPLIT_PREFIXES}
+    splits = {split: rows for split, rows in loaded.items() if split in SPLIT_PREFIXES}
+    if streaming:  # the held-out splits are read again and again
+        splits |= {split: Dataset.from_list(list(rows)) for split, rows in splits.items() if split != "train"}
+    return splits
 
 
 def _files_of(path: Path) -> dict[str, Path]:
@@ -166,8 +167,8 @@ def _from_file(path: Path) -> Dataset:
 
 def _only_text(rows, split: str, text_column: str):
     """Drop every column but the text and call it "text"."""
-    columns = rows.column_names or []
-    if text_column not in columns:
+    columns = rows.column_names
+    if columns is not None and text_column not in columns:  # None: a stream that does not say
         raise ValueError(f"text_column={text_column!r} is not in the {split} split; its columns are {columns}.")
     rows = rows.select_columns([text_column])
     return rows if text_column == "text" else rows.rename_column(text_column, "text")

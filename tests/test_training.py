@@ -137,7 +137,7 @@ def test_wrong_presets_are_named(tmp_path, preset, message, capsys):
         (["--config_overrides", "lambda_mode=cubic"], "cubic"),
         (["--model_type", "lama"], "model_type='lama' is no model type of Transformers; did you mean .*'llama'"),
         (["--block_size", "100000"], "fewer than block_size=100000 tokens"),
-        (["--streaming", "true"], "streaming needs --max_steps|streaming=True reads datasets of the Hub"),
+        (["--streaming", "true"], "streaming=True reads datasets of the Hub"),
         (["--train_file", "a.txt"], "were both given"),
         (["--dataset", "missing/folder/x"], "no such file or folder"),
     ],
@@ -308,6 +308,30 @@ def test_a_run_learns_saves_samples_and_writes_its_card(tmp_path, model_type, ca
     assert f"| validation | {perplexity:.2f} | {unigram:.2f} |" in card
     assert f"`{model_type}` with {model.num_parameters():,} parameters" in card
     assert "python train.py" in card and "$" not in card
+
+
+def test_a_streamed_dataset_trains_like_a_stored_one(tmp_path, monkeypatch):
+    """The Hub's answer is played by local rows; only the training split is streamed."""
+    rows = {"train": SENTENCES * 3, "validation": SENTENCES[::7], "unsupervised": ["x"]}
+    stored = {
+        split: datasets.Dataset.from_dict({"text": texts, "n": [0] * len(texts)}) for split, texts in rows.items()
+    }
+
+    def from_hub(dataset, config, streaming):
+        assert (dataset, config) == ("owner/name", "small")
+        return {split: rows.to_iterable_dataset() if streaming else rows for split, rows in stored.items()}
+
+    monkeypatch.setattr(eval.corpus, "load_dataset", from_hub)
+    arguments = [str(preset_file(tmp_path)), "--dataset", "owner/name", "--dataset_config", "small"]
+    whole = prepare([*arguments, "--output_dir", "whole"])
+    streamed = prepare([*arguments, "--output_dir", "streamed", "--streaming", "true"])
+    assert isinstance(streamed.train_blocks, datasets.IterableDataset)
+    assert [row["input_ids"].tolist() for row in streamed.train_blocks] == list(whole.train_blocks["input_ids"])
+    assert list(streamed.blocks) == ["validation"]
+    assert list(streamed.blocks["validation"]["input_ids"]) == list(whole.blocks["validation"]["input_ids"])
+    assert train.train(streamed).state.global_step == 12
+    with pytest.raises(ValueError, match="streaming needs --max_steps"):
+        prepare([*arguments, "--streaming", "true", "--max_steps", "-1"])
 
 
 def test_fine_tuning_starts_from_the_checkpoint(tmp_path):
