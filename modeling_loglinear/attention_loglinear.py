@@ -21,7 +21,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-
 try:
     from .triton_loglinear import decode_step as triton_decode_step
     from .triton_loglinear import is_supported as triton_is_supported
@@ -234,9 +233,7 @@ def _check_arguments(query, key, value, log_decay, level_weights, chunk_size, ba
         )
     expected = torch.float64 if value.dtype == torch.float64 else torch.float32
     if log_decay.dtype != expected:
-        raise ValueError(
-            f"`log_decay` has the dtype {log_decay.dtype}, but must be {expected} when `value` is {value.dtype}."
-        )
+        raise ValueError(f"`log_decay` has the dtype {log_decay.dtype}, but must be {expected} when `value` is {value.dtype}.")
 
 
 def _check_sequences(query, lengths, cu_seqlens):
@@ -310,11 +307,7 @@ def _use_triton(backend, query, value, level_weights, chunk_size):
 
 
 def _choose_tree(backend, query, value, level_weights, chunk_size):
-    return (
-        triton_tree_attention
-        if _use_triton(backend, query, value, level_weights, chunk_size)
-        else _torch_tree_attention
-    )
+    return triton_tree_attention if _use_triton(backend, query, value, level_weights, chunk_size) else _torch_tree_attention
 
 
 # ------------------------------------------------------------------------------------------------------- the definition
@@ -425,9 +418,7 @@ def _reference_state(key, value, log_decay, k, v, state, C):
 def _blocks(chunks: int, num_levels: int) -> dict[int, tuple[int, int]]:
     """The Fenwick blocks of the first `chunks` chunks: {level: (first chunk, last chunk + 1)}; the last level takes the rest."""
     top = num_levels - 1
-    blocks = {
-        level: ((chunks >> level) - 1 << level, chunks >> level << level) for level in range(top) if chunks >> level & 1
-    }
+    blocks = {level: ((chunks >> level) - 1 << level, chunks >> level << level) for level in range(top) if chunks >> level & 1}
     if chunks >> top:
         blocks[top] = (0, chunks >> top << top)
     return blocks
@@ -436,9 +427,7 @@ def _blocks(chunks: int, num_levels: int) -> dict[int, tuple[int, int]]:
 # -------------------------------------------------------------------------------------------- states around the tree
 
 
-def _with_state(
-    tree_attention, query, key, value, log_decay, level_weights, C, state, return_final_state, lengths, cu_seqlens
-):
+def _with_state(tree_attention, query, key, value, log_decay, level_weights, C, state, return_final_state, lengths, cu_seqlens):
     """Puts the tail of a state in front of the new tokens, so that every sequence starts at a chunk border; runs the tree."""
     B, T, G, N = query.shape
     H, P = value.shape[2:]
@@ -629,9 +618,7 @@ def _inside_chunks(q, k, v, decay, weights):
     H, L = weights.shape[2:]
     i, j = torch.arange(C, device=q.device)[:, None], torch.arange(C, device=q.device)
     level = bit_length(i ^ j).clamp(max=L - 1)  # [C, C]
-    is_level = F.one_hot(level, min(C.bit_length(), L)).to(
-        q.dtype
-    )  # [C, C, l]; a product, since its gradient is one as well
+    is_level = F.one_hot(level, min(C.bit_length(), L)).to(q.dtype)  # [C, C, l]; a product, since its gradient is one as well
     weight = torch.einsum("sihl,ijl->shij", weights[..., : is_level.shape[-1]], is_level)  # [S, H, C, C]
     along_i = decay.transpose(1, 2)  # [S, H, C]
     gate = (along_i[..., :, None] - along_i[..., None, :]).masked_fill(i < j, -torch.inf).exp() * weight

@@ -17,7 +17,6 @@ from .attention_loglinear import (
     ring_update,
 )
 
-
 TENSORS = ("key", "value", "log_decay", "levels", "conv_ring")  # of every layer
 COUNTERS = ("lengths", "merged_chunks", "columns", "rolled_back", "recent", "last_hidden")  # of the leader
 
@@ -67,9 +66,7 @@ class FenwickLayer(CacheLayerMixin):
         """The state of this layer's attention; `None` before the first forward pass."""
         if self.key is None:
             return None
-        return LogLinearState(
-            self.key, self.value, self.log_decay, self.levels, self.leader.merged_chunks, self.leader.lengths
-        )
+        return LogLinearState(self.key, self.value, self.log_decay, self.levels, self.leader.merged_chunks, self.leader.lengths)
 
     @property
     def started(self) -> bool:
@@ -109,9 +106,7 @@ class FenwickLayer(CacheLayerMixin):
         if self.sizes is not None:
             names = ("batch size", "groups", "heads", "state_size", "head_dim", "levels", "chunk_size", "conv_dim")
             different = [f"{n} {a} in the cache and {b} here" for n, a, b in zip(names, self.sizes, sizes) if a != b]
-            raise ValueError(
-                f"`cache` does not fit this input: {', '.join(different)}. It comes from another batch or model."
-            )
+            raise ValueError(f"`cache` does not fit this input: {', '.join(different)}. It comes from another batch or model.")
         self.sizes, self.device = sizes, conv_inputs.device
         state = empty_state(B, G, H, N, P, L, chunk_size, conv_inputs.dtype, conv_inputs.device)
         self.key, self.value, self.log_decay, self.levels = state[:4]
@@ -312,9 +307,7 @@ class FenwickLayer(CacheLayerMixin):
         )  # fmt: skip
         if self.leader is not self:
             return
-        self._assign(
-            lengths=state.lengths, merged_chunks=state.merged_chunks, last_hidden=torch.zeros_like(self.last_hidden)
-        )
+        self._assign(lengths=state.lengths, merged_chunks=state.merged_chunks, last_hidden=torch.zeros_like(self.last_hidden))
         if self.recent is not None:
             recent = self._all_real(self.chunk_size) if recent is None else recent
             mask = self._all_real(T - n) if mask is None else mask[:, : T - n]

@@ -8,7 +8,6 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
 
-
 CHUNK_SIZES = (16, 32, 64, 128)
 BACKENDS = ("auto", "reference", "torch", "triton")
 LAMBDA_MODES = ("mlp_softplus", "mlp_softmax", "linear", "fixed")

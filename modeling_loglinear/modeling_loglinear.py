@@ -27,6 +27,15 @@ from .attention_loglinear import StepPositions, full_precision, loglinear_attent
 from .cache_loglinear import FenwickCache
 from .configuration_loglinear import LogLinearConfig
 
+try:
+    from .fused_loglinear import convolution as fused_convolution
+    from .fused_loglinear import gated_norm as fused_gated_norm
+    from .fused_loglinear import level_weights as fused_level_weights
+    from .fused_loglinear import rms_norm as fused_rms_norm
+    from .fused_loglinear import time_step as fused_time_step
+except ImportError:  # Triton is not installed
+    fused_convolution = None
+
 
 logger = logging.get_logger(__name__)
 
@@ -65,6 +74,17 @@ class TokenLayout(NamedTuple):
     step: StepPositions | None = None  # one token per row, to be decoded in place
 
 
+def use_fused(x):
+    """Whether the fused kernels serve here: on a GPU, where neither autograd nor a compiler needs to see the parts."""
+    return (
+        fused_convolution is not None
+        and x.is_cuda
+        and x.dtype != torch.float64
+        and not torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+    )
+
+
 def rms_norm(x, eps):
     """x / sqrt(mean(x^2) + eps) over the last dimension."""
     if x.is_cuda:
@@ -81,12 +101,14 @@ class LogLinearRMSNorm(nn.Module):
         self.variance_epsilon = eps
 
     def forward(self, hidden_states):
+        if use_fused(hidden_states):
+            return fused_rms_norm(hidden_states, self.weight, self.variance_epsilon)
         normed = rms_norm(hidden_states.float(), self.variance_epsilon)
         return self.weight * normed.to(self.weight.dtype)
 
 
 class LogLinearGatedRMSNorm(nn.Module):
-    """`rms_norm(y * silu(z))` over each group's channels, in float32."""
+    """`rms_norm((y + D * x) * silu(z))` over each group's channels, in float32."""
 
     def __init__(self, hidden_size, num_groups, eps=1e-6):
         super().__init__()
@@ -94,9 +116,14 @@ class LogLinearGatedRMSNorm(nn.Module):
         self.num_groups = num_groups
         self.variance_epsilon = eps
 
-    def forward(self, hidden_states, gate):
+    def forward(self, hidden_states, values, skip, gate):
+        """y and x [B, T, H, P], D [H], z [B, T, H * P] -> [B, T, H * P]."""
+        if use_fused(hidden_states):
+            y, x = hidden_states.flatten(-2), values.flatten(-2)
+            return fused_gated_norm(y, x, gate, skip, self.weight, self.num_groups, self.variance_epsilon)
+        hidden_states = torch.addcmul(hidden_states, skip.to(hidden_states.dtype)[:, None], values).flatten(-2)
         gated = hidden_states.float() * F.silu(gate.float())
-        grouped = gated.unflatten(-1, (self.num_groups, -1))  # [B, T, G, D / G]
+        grouped = gated.unflatten(-1, (self.num_groups, -1))  # [B, T, G, H * P / G]
         normed = rms_norm(grouped, self.variance_epsilon).flatten(-2)
         return self.weight * normed.to(self.weight.dtype)
 
@@ -122,6 +149,8 @@ class LogLinearLambdaHead(nn.Module):
 
     def forward(self, levels):
         """[B, T, H, L] -> [B, T, H, L] in float32 (float64 stays)."""
+        if self.mode != "linear" and use_fused(levels):
+            return fused_level_weights(levels, self.up, self.down, self.bias, softmax=self.mode == "mlp_softmax")
         dtype = torch.promote_types(levels.dtype, torch.float32)
         levels = levels.to(dtype)
         with full_precision(levels.device):
@@ -173,24 +202,15 @@ class LogLinearMixer(nn.Module):
             sizes = (self.num_groups, self.num_heads, self.state_size, self.head_dim, self.num_levels, self.chunk_size)
             cache_layer.lazy_initialization(len(conv_inputs), *sizes, conv_inputs)
         query, key, values = self.convolved(conv_inputs, cache_layer, layout)
-        # v = dt * x, g = -exp(A_log) * dt
-        dtype = torch.promote_types(values.dtype, torch.float32)
-        dt = F.softplus(dt.to(dtype) + self.dt_bias.to(dtype))  # [B, T, H]
-        if self.config.time_step_limit != (0.0, math.inf):
-            dt = dt.clamp(*self.config.time_step_limit)
-        log_decay = -self.A_log.to(dtype).exp() * dt
-        value = (values * dt[..., None]).to(values.dtype)  # [B, T, H, P]
+        log_decay, value = self.time_step(dt, values)
         if cache_layer is None:
             output, _ = loglinear_attention(
                 query, key, value, log_decay, level_weights,
                 chunk_size=self.chunk_size, lengths=layout.lengths, cu_seqlens=layout.cu_seqlens, backend=self.config.backend,
             )  # fmt: skip
         else:
-            output = self._cached_attention(
-                query, key, value, log_decay, level_weights, conv_inputs, cache_layer, layout
-            )
-        output = torch.addcmul(output, self.D.to(output.dtype)[:, None], values)
-        return self.out_proj(self.norm(output.flatten(-2), gate))
+            output = self._cached_attention(query, key, value, log_decay, level_weights, conv_inputs, cache_layer, layout)
+        return self.out_proj(self.norm(output, values, self.D, gate))
 
     def level_weights(self, hidden_states):
         """lambda of every token, head and level: [B, T, D] -> [B, T, H, L]."""
@@ -198,18 +218,38 @@ class LogLinearMixer(nn.Module):
             return hidden_states.new_ones(1).expand(*hidden_states.shape[:2], self.num_heads, self.num_levels)
         return self.lambda_head(self.lambda_proj(hidden_states).unflatten(-1, (self.num_heads, self.num_levels)))
 
+    def time_step(self, dt, values):
+        """g = -exp(A_log) * s and v = s * x with s = clamp(softplus(dt + dt_bias)): [B, T, H] and [B, T, H, P]."""
+        limits = self.config.time_step_limit
+        if use_fused(values):
+            return fused_time_step(dt, self.dt_bias, self.A_log, values, limits)
+        dtype = torch.promote_types(values.dtype, torch.float32)
+        dt = F.softplus(dt.to(dtype) + self.dt_bias.to(dtype))
+        if limits != (0.0, math.inf):
+            dt = dt.clamp(*limits)
+        return -self.A_log.to(dtype).exp() * dt, (values * dt[..., None]).to(values.dtype)
+
     def convolved(self, conv_inputs, cache_layer, layout):
         """Depthwise causal convolution and activation: conv_inputs [B, T, conv_dim] -> query, key [B, T, G, N], values [B, T, H, P]."""
-        mixed = self.act(self._convolution(conv_inputs, cache_layer, layout))
-        values, key, query = mixed.split(
-            [self.num_heads * self.head_dim, *[self.num_groups * self.state_size] * 2], dim=-1
-        )
+        if self.config.hidden_act == "silu" and layout.positions is None and use_fused(conv_inputs):
+            mixed = self._fused_convolution(conv_inputs, cache_layer, layout)
+        else:
+            mixed = self.act(self._convolution(conv_inputs, cache_layer, layout))
+        values, key, query = mixed.split([self.num_heads * self.head_dim, *[self.num_groups * self.state_size] * 2], dim=-1)
         groups = (self.num_groups, self.state_size)
         return (
             query.unflatten(-1, groups),
             key.unflatten(-1, groups),
             values.unflatten(-1, (self.num_heads, self.head_dim)),
         )
+
+    def _fused_convolution(self, conv_inputs, cache_layer, layout):
+        past = {}
+        if cache_layer is not None and cache_layer.started:
+            past = {"ring": cache_layer.conv_ring, "lengths": cache_layer.leader.lengths}
+        if layout.step is not None:
+            past |= {"active": layout.step.active, "step": True}
+        return fused_convolution(conv_inputs, self.conv1d.weight, self.conv1d.bias, **past)
 
     def _convolution(self, conv_inputs, cache_layer, layout):
         T, K = conv_inputs.shape[1], self.conv_kernel
@@ -236,9 +276,9 @@ class LogLinearMixer(nn.Module):
         B, T = query.shape[:2]
         if layout.step is not None:
             tokens = (x[:, 0] for x in (query, key, value, log_decay, level_weights))
-            return loglinear_attention_step(
-                *tokens, cache_layer.state, positions=layout.step, backend=self.config.backend
-            )[:, None]
+            return loglinear_attention_step(*tokens, cache_layer.state, positions=layout.step, backend=self.config.backend)[
+                :, None
+            ]
         output, state = loglinear_attention(
             query, key, value, log_decay, level_weights,
             chunk_size=self.chunk_size, lengths=layout.lengths, backend=self.config.backend,
@@ -309,11 +349,7 @@ class LogLinearPreTrainedModel(PreTrainedModel):
         init.copy_(mixer.A_log, torch.arange(1, config.num_heads + 1, dtype=torch.float32).log())
         init.ones_(mixer.D)
         span = math.log(config.time_step_max) - math.log(config.time_step_min)
-        dt = (
-            (torch.rand(config.num_heads) * span + math.log(config.time_step_min))
-            .exp()
-            .clamp(min=config.time_step_floor)
-        )
+        dt = (torch.rand(config.num_heads) * span + math.log(config.time_step_min)).exp().clamp(min=config.time_step_floor)
         init.copy_(mixer.dt_bias, dt + (-torch.expm1(-dt)).log())  # softplus(dt_bias) = dt
         init.kaiming_uniform_(mixer.conv1d.weight, a=math.sqrt(5))
         init.kaiming_uniform_(mixer.out_proj.weight, a=math.sqrt(5))
@@ -335,9 +371,7 @@ class LogLinearModel(LogLinearPreTrainedModel):
     def __init__(self, config: LogLinearConfig):
         super().__init__(config)
         self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(
-            [LogLinearBlock(config, layer_idx) for layer_idx in range(config.num_hidden_layers)]
-        )
+        self.layers = nn.ModuleList([LogLinearBlock(config, layer_idx) for layer_idx in range(config.num_hidden_layers)])
         self.gradient_checkpointing = False
         self.norm_f = LogLinearRMSNorm(config.hidden_size, config.layer_norm_epsilon)
         self.post_init()
@@ -386,9 +420,7 @@ class LogLinearModel(LogLinearPreTrainedModel):
             ValueError: for inputs whose shapes do not fit, no tokens, token ids out of range (on the CPU), and a cache of
                 another model or batch.
         """
-        output_hidden_states = (
-            self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        )
+        output_hidden_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         return_dict = self.config.return_dict if return_dict is None else return_dict
         cache = _one_cache(cache, past_key_values, cache_params)
         if (input_ids is None) == (inputs_embeds is None):
@@ -506,13 +538,9 @@ def _packed_borders(shape, attention_mask, cache, position_ids, cu_seq_lens_q, s
         return cu_seq_lens_q.flatten().to(torch.int32)
     if seq_idx is not None:
         if seq_idx.shape != shape:
-            raise ValueError(
-                f"`seq_idx` has the shape {list(seq_idx.shape)}, but must have that of the input, {list(shape)}."
-            )
+            raise ValueError(f"`seq_idx` has the shape {list(seq_idx.shape)}, but must have that of the input, {list(shape)}.")
         starts = F.pad(seq_idx[:, 1:] != seq_idx[:, :-1], (1, 0), value=True)
-    elif (
-        position_ids is not None and B == 1 and attention_mask is None and cache is None and position_ids.shape == shape
-    ):
+    elif position_ids is not None and B == 1 and attention_mask is None and cache is None and position_ids.shape == shape:
         starts = F.pad(position_ids[:, 1:] != position_ids[:, :-1] + 1, (1, 0), value=True)
     else:
         return None
@@ -537,9 +565,7 @@ class _Padding:
         if self.mask is not None:
             self.lengths = self.mask.sum(1)
             self.order = (~self.mask).to(torch.uint8).argsort(dim=1, stable=True)  # [B, T] real tokens first
-            self.last_real = (
-                self.mask.cumsum(1) - 1
-            )  # [B, T] the token's place in `order`, or that of the real one before
+            self.last_real = self.mask.cumsum(1) - 1  # [B, T] the token's place in `order`, or that of the real one before
 
     @staticmethod
     def _real(attention_mask, shape):
@@ -669,9 +695,7 @@ class LogLinearForCausalLM(LogLinearPreTrainedModel, GenerationMixin):
         implementation = generation_config.cache_implementation
         given = model_kwargs.get("cache") or model_kwargs.get("past_key_values")
         if given is not None or generation_config.use_cache is False or implementation == "quantized":
-            return super()._prepare_cache_for_generation(
-                generation_config, model_kwargs, generation_mode, batch_size, *args
-            )
+            return super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, batch_size, *args)
         static = implementation is not None and "static" in implementation
         offloading = implementation is not None and "offloaded" in implementation
         cache = FenwickCache(self.config, static=static, offloading=offloading)
