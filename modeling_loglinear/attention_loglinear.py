@@ -262,12 +262,14 @@ def _check_values(log_decay, T, lengths, cu_seqlens):
     readable = not (torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None)
     if not readable or log_decay.device.type != "cpu":
         return
+    if lengths is not None and not ((lengths >= 0) & (lengths <= T)).all():
+        raise ValueError(f"`lengths` is {lengths.tolist()}, but every entry must be from 0 to T = {T}.")
+    if lengths is not None:  # behind the lengths anything may stand
+        log_decay = log_decay[torch.arange(T) < lengths[:, None]]
     if not ((log_decay <= 0) & (log_decay > -torch.inf)).all():
         raise ValueError(
             f"`log_decay` must be finite and <= 0, but ranges from {log_decay.min().item()} to {log_decay.max().item()}."
         )
-    if lengths is not None and not ((lengths >= 0) & (lengths <= T)).all():
-        raise ValueError(f"`lengths` is {lengths.tolist()}, but every entry must be from 0 to T = {T}.")
     if cu_seqlens is not None:
         borders = cu_seqlens.tolist()
         if borders != sorted(borders) or borders[0] != 0 or borders[-1] != T:
@@ -315,7 +317,7 @@ def _choose_tree(backend, query, value, level_weights, chunk_size):
 
 def full_precision(device: torch.device):
     """Context without autocast; entering one costs more than a small operation, so only where autocast is on."""
-    on = torch.is_autocast_enabled(device.type)
+    on = device.type != "meta" and torch.is_autocast_enabled(device.type)
     return torch.autocast(device.type, enabled=False) if on else nullcontext()
 
 
@@ -488,7 +490,7 @@ class _Extension:
             local = torch.arange(self.shape[1], device=device).repeat(B)
             self.lengths, self.cu_seqlens = lengths, None
         self.old_tokens = self.num_seqs * 2 * C
-        in_tail = local < tail_tokens[sequence]
+        self.in_tail = in_tail = local < tail_tokens[sequence]
         slot = sequence * 2 * C + (state.merged_chunks[sequence] * C + local) % (2 * C)
         self.new_index = (new_starts[sequence] + local - tail_tokens[sequence]).clamp(0, B * T - 1)
         self.index = torch.where(in_tail, slot, self.old_tokens + self.new_index)
@@ -502,8 +504,9 @@ class _Extension:
         return torch.cat([ring.flatten(0, 1), new.flatten(0, 1)]).index_select(0, self.index).unflatten(0, self.shape)
 
     def new(self, new):
-        """Something only new tokens have (nobody reads the outputs of the tail): [B, T, ...] -> the extended rows."""
-        return new.flatten(0, 1).index_select(0, self.new_index).unflatten(0, self.shape)
+        """Something only new tokens have, 0 in the tail (whose outputs nobody reads): [B, T, ...] -> the extended rows."""
+        new = new.flatten(0, 1).index_select(0, self.new_index)
+        return torch.where(self.in_tail.view(-1, *[1] * (new.dim() - 1)), 0, new).unflatten(0, self.shape)
 
     def outputs(self, output):
         return output.flatten(0, 1).index_select(0, self.back).unflatten(0, self.new_shape)
