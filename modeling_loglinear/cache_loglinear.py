@@ -4,9 +4,14 @@ A layer keeps a `LogLinearState` (the raw keys and values of the current and the
 raw inputs of its convolution, in a ring of the same length. Since both are raw, the newest chunk of tokens can be taken back.
 """
 
-import copy
+import json
+import os
+import tempfile
+from typing import NamedTuple
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, STATIC_LAYER_TYPE_MAPPING, Cache, CacheLayerMixin
 
 from .attention_loglinear import (
@@ -18,7 +23,50 @@ from .attention_loglinear import (
 )
 
 TENSORS = ("key", "value", "log_decay", "levels", "conv_ring")  # of every layer
-COUNTERS = ("lengths", "merged_chunks", "columns", "rolled_back", "recent", "last_hidden")  # of the leader
+COUNTERS = ("lengths", "merged_chunks", "columns", "rolled_back", "recent", "hidden_ring")  # of the leader
+FILE_FORMAT = "loglinear-fenwick-cache-1"
+
+
+class LayerSizes(NamedTuple):
+    """What must be the same in every forward pass that shares a cache."""
+
+    batch_size: int
+    n_groups: int
+    num_heads: int
+    state_size: int
+    head_dim: int
+    num_levels: int
+    chunk_size: int
+    conv_dim: int
+
+
+class _Record:
+    """The tokens of one layer since the last `crop`, and what was there before them: enough to repeat a part of them."""
+
+    def __init__(self, layer, copy):
+        state, ring = layer.state, layer.conv_ring
+        self.state = LogLinearState(*(tensor.clone() for tensor in state)) if copy else state
+        self.conv_ring = ring.clone() if copy else ring
+        self.tokens = []  # per forward pass: conv_inputs [B, T, conv_dim], (key, value, log_decay) [B, T, ...], real ones first
+        if layer.leader is layer:
+            self.rolled_back = layer.rolled_back + 0
+            self.recent, self.hidden_ring = (None if x is None else x.clone() for x in (layer.recent, layer.hidden_ring))
+            self.passes = []  # per forward pass: columns, mask [B, columns] or None, hidden states [B, T, D]
+
+    def columns(self):
+        return sum(columns for columns, *_ in self.passes)
+
+    def first(self, keep):
+        """The passes that hold the first `keep` columns, cut: (columns, mask, hidden states, real tokens [B]) of each."""
+        passes = []
+        for columns, mask, hidden_states in self.passes:
+            columns = min(columns, keep)
+            keep -= columns
+            if columns:
+                mask = None if mask is None else mask[:, :columns]
+                real = torch.full_like(self.state.lengths, columns) if mask is None else mask.sum(1)
+                passes.append((columns, mask, hidden_states, real))
+        return passes
 
 
 class FenwickLayer(CacheLayerMixin):
@@ -43,9 +91,10 @@ class FenwickLayer(CacheLayerMixin):
         if static is not None:
             self.static = static
         self.leader = self
-        self.sizes = self.device = None
+        self.sizes: LayerSizes | None = None
+        self.device = None
         self.record_past = False
-        self.recorded = None  # what is needed to undo the last forward pass, if it was longer than a chunk
+        self.record: _Record | None = None
         # Of every layer:
         self.key = self.value = self.log_decay = self.levels = self.conv_ring = None
         # Of the leader:
@@ -53,13 +102,13 @@ class FenwickLayer(CacheLayerMixin):
         self.columns: int | torch.Tensor = 0
         self.rolled_back: int | torch.Tensor = 0  # columns below the most that were ever seen
         self.recent: torch.Tensor | None = None  # [B, C] which of the last C columns were real; None: all
-        self.last_hidden: torch.Tensor | None = None  # [B, D] final hidden state of every row's last token
-        self.undo = None  # rolled_back, recent and the mask of the recorded forward pass
-        self.replaying = False  # how the last crop went back, for the other layers
+        self.hidden_ring: torch.Tensor | None = None  # [B, 2C, D] final hidden states, the newest in the slots of the tail
+        self.has_tokens = False
+        self.repeated = None  # real tokens of the recorded passes that the last `crop` repeated, for the other layers
 
     @property
     def is_compileable(self) -> bool:
-        return self.static
+        return self.static and not self.record_past
 
     @property
     def state(self) -> LogLinearState | None:
@@ -71,46 +120,49 @@ class FenwickLayer(CacheLayerMixin):
     @property
     def started(self) -> bool:
         """Whether the cache may hold tokens; known without asking the device."""
-        columns = self.leader.columns
-        return columns > 0 if isinstance(columns, int) else True
+        return self.leader.has_tokens
 
     @property
     def chunk_size(self) -> int:
-        return self.sizes[6]
+        return self.sizes.chunk_size
 
     @property
     def batch_size(self) -> int:
-        return self.sizes[0]
+        """Rows; -1 before the first forward pass."""
+        return -1 if self.sizes is None else self.sizes.batch_size
 
     def __repr__(self):
-        if self.state is None:
-            return f"{type(self).__name__}(empty)"
-        tokens = self.leader.lengths.tolist()
-        return f"{type(self).__name__}(tokens={tokens}, levels={self.levels.shape[1]}, bytes={self.nbytes():,})"
+        return f"{type(self).__name__}({_summary([self])})"
 
     def nbytes(self) -> int:
-        """Bytes of all tensors of this layer."""
+        """Bytes of all tensors of this layer, without those that `activate_past_recording` keeps."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors().values())
 
     # ---------------------------------------------------------------------------------------------------- writing
 
     def lazy_initialization(self, B, G, H, N, P, L, chunk_size, conv_inputs) -> None:
-        """Takes sizes, dtype and device from the first forward pass, or checks that they are still the same.
+        """Begins a forward pass: takes sizes, dtype and device from the first one, later checks that they are the same.
 
         Raises:
-            ValueError: if the batch size or the model differs from that of the tokens that are in the cache.
+            ValueError: if the batch size, the model, the dtype or the device differs from that of the tokens in the cache.
         """
-        sizes = (B, G, H, N, P, L, chunk_size, conv_inputs.shape[-1])
-        if self.sizes == sizes:
-            return
-        if self.sizes is not None:
-            names = ("batch size", "groups", "heads", "state_size", "head_dim", "levels", "chunk_size", "conv_dim")
-            different = [f"{n} {a} in the cache and {b} here" for n, a, b in zip(names, self.sizes, sizes) if a != b]
-            raise ValueError(f"`cache` does not fit this input: {', '.join(different)}. It comes from another batch or model.")
+        sizes = LayerSizes(B, G, H, N, P, L, chunk_size, conv_inputs.shape[-1])
+        if self.sizes is None:
+            self._initialize(sizes, conv_inputs)
+        elif (self.sizes, self.conv_ring.dtype, self.device) != (sizes, conv_inputs.dtype, conv_inputs.device):
+            self._refuse(sizes, conv_inputs)
+        if not torch.compiler.is_compiling() and self.conv_ring.is_inference() and not torch.is_inference_mode_enabled():
+            self._leave_inference_mode()
+        if self.record_past and self.record is None:
+            # One token is written in place, as is everything that keeps its address.
+            self.record = _Record(self, copy=self.static or conv_inputs.shape[1] == 1)
+
+    def _initialize(self, sizes, conv_inputs):
+        B, G, H, N, P, L, chunk_size, conv_dim = sizes
         self.sizes, self.device = sizes, conv_inputs.device
         state = empty_state(B, G, H, N, P, L, chunk_size, conv_inputs.dtype, conv_inputs.device)
         self.key, self.value, self.log_decay, self.levels = state[:4]
-        self.conv_ring = conv_inputs.new_zeros(B, 2 * chunk_size, conv_inputs.shape[-1])
+        self.conv_ring = conv_inputs.new_zeros(B, 2 * chunk_size, conv_dim)
         if self.leader is self:
             self.merged_chunks, self.lengths = state[4:]
             if self.static:
@@ -118,6 +170,18 @@ class FenwickLayer(CacheLayerMixin):
         self.is_initialized = True
         for tensor in self._tensors().values():
             self._keep_address(tensor)
+
+    def _refuse(self, sizes, conv_inputs):
+        names = (*LayerSizes._fields, "dtype", "device")
+        cached = (*self.sizes, self.conv_ring.dtype, self.device)
+        here = (*sizes, conv_inputs.dtype, conv_inputs.device)
+        different = [f"`{name}` is {a} in the cache and {b} here" for name, a, b in zip(names, cached, here) if a != b]
+        raise ValueError(f"`cache` does not fit this input: {', '.join(different)}. It comes from another batch or model.")
+
+    def _leave_inference_mode(self):
+        """Tensors made in inference mode cannot be written outside of it."""
+        for name, tensor in self._tensors().items():
+            setattr(self, name, self._keep_address(tensor.clone()))
 
     def conv_window(self, width: int) -> torch.Tensor:
         """The convolution inputs before the next token: [B, width, conv_dim], zeros before the first token."""
@@ -132,35 +196,46 @@ class FenwickLayer(CacheLayerMixin):
             state (`LogLinearState`): as returned by `loglinear_attention`.
             conv_inputs (`torch.Tensor` of shape `[B, T, conv_dim]`): inputs of the convolution, real tokens at the front.
             new_tokens (`torch.Tensor` of shape `[B]`): how many of the T are real.
-            tokens (`tuple`): key, value and log_decay of these tokens, kept while a cache records its past.
+            tokens (`tuple`): key, value and log_decay of these tokens.
         """
-        self.recorded = None
-        if self.leader.record_past and conv_inputs.shape[1] > self.chunk_size:
-            before = self.state, self.conv_ring
-            self.recorded = *(copy.deepcopy(before) if self.static else before), conv_inputs, tokens
-        self._assign(
-            conv_ring=ring_update(self.conv_ring, conv_inputs, self.leader.lengths, new_tokens),
-            key=state.key, value=state.value, log_decay=state.log_decay, levels=state.levels,
-        )  # fmt: skip
+        self.note(conv_inputs, tokens)
+        conv_ring = ring_update(self.conv_ring, conv_inputs, self.leader.lengths, new_tokens)
+        self._assign(conv_ring=conv_ring, key=state.key, value=state.value, log_decay=state.log_decay, levels=state.levels)
 
-    def advance(self, new_tokens, columns: int, mask: torch.Tensor | None, last_hidden: torch.Tensor) -> None:
+    def note(self, conv_inputs, tokens) -> None:
+        """Keeps the tokens of a forward pass while the past is recorded; arguments as in `extend`."""
+        if self.record is not None:
+            self.record.tokens.append((conv_inputs, tokens))
+
+    def advance(self, new_tokens, columns: int, mask: torch.Tensor | None, hidden_states: torch.Tensor, step=None) -> None:
         """Counts the tokens of a forward pass; called on the leader after all layers have written them.
 
         Args:
             new_tokens (`torch.Tensor` of shape `[B]` or `int`): real tokens.
             columns (`int`): columns.
             mask (`torch.Tensor` of shape `[B, columns]`, *optional*): which columns were real; `None`: all.
-            last_hidden (`torch.Tensor` of shape `[B, D]`): output at the last token of every row.
+            hidden_states (`torch.Tensor` of shape `[B, T, D]`): final hidden states, real tokens at the front.
+            step (`StepPositions`, *optional*): given if this was one token per row, written in place.
         """
+        if self.hidden_ring is None:
+            self._assign(hidden_ring=hidden_states.new_zeros(self.batch_size, 2 * self.chunk_size, hidden_states.shape[-1]))
+        if self.record is not None:
+            self.record.passes.append((columns, mask, hidden_states))
+        if step is not None:
+            step.write(self.hidden_ring, hidden_states[:, 0])
+        else:
+            self._assign(hidden_ring=ring_update(self.hidden_ring, hidden_states, self.lengths, new_tokens))
         lengths, merged_chunks = advanced(self.lengths, self.merged_chunks, new_tokens, self.chunk_size)
-        if self.recorded is not None:
-            self.undo = self.rolled_back + 0, None if self.recent is None else self.recent.clone(), mask
-        self._assign(lengths=lengths, merged_chunks=merged_chunks, last_hidden=last_hidden)
+        self._assign(lengths=lengths, merged_chunks=merged_chunks)
         if mask is not None or self.recent is not None:
-            recent = self._all_real(self.chunk_size) if self.recent is None else self.recent
-            mask = self._all_real(min(columns, self.chunk_size)) if mask is None else mask
-            self._assign(recent=torch.cat([recent, mask], 1)[:, -self.chunk_size :])
+            self._assign(recent=self._shifted(self.recent, [(columns, mask)]))
         self._count(columns)
+        self.has_tokens = True
+
+    def _shifted(self, recent, passes):
+        """`recent` [B, C] after more passes, each given by its columns and its mask."""
+        masks = [(self.chunk_size, recent), *passes]
+        return torch.cat([self._all_real(n) if mask is None else mask for n, mask in masks], 1)[:, -self.chunk_size :]
 
     def _count(self, columns):
         if self.static:
@@ -176,19 +251,27 @@ class FenwickLayer(CacheLayerMixin):
     # ---------------------------------------------------------------------------------------------------- reading
 
     def get_seq_length(self) -> int:
-        """Columns consumed, padding included."""
+        """Columns consumed, padding included; a tensor of no dimension in a static cache."""
         return self.leader.columns
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(columns with the query, 0): what a mask over everything would measure."""
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
+        """-1: there is no longest text."""
         return -1
 
+    def last_hidden(self) -> torch.Tensor | None:
+        """Of the leader: final hidden state of every row's last token, `[B, D]`, zeros in a row without tokens."""
+        if self.hidden_ring is None:
+            return None
+        slot = (self.lengths - 1) % self.hidden_ring.shape[1]
+        last = self.hidden_ring.gather(1, slot[:, None, None].expand(-1, 1, self.hidden_ring.shape[-1]))[:, 0]
+        return torch.where((self.lengths > 0)[:, None], last, 0)
+
     def update(self, key_states, value_states, *args, **kwargs):
-        raise TypeError(
-            f"{type(self).__name__} keeps no growing keys and values; LogLinearForCausalLM writes it through `extend`."
-        )
+        raise TypeError(f"{type(self).__name__} keeps no growing keys and values: it belongs to a LogLinear model.")
 
     # ------------------------------------------------------------------------------------------- changing the batch
 
@@ -205,41 +288,45 @@ class FenwickLayer(CacheLayerMixin):
         self._map(lambda tensor: tensor.repeat_interleave(repeats, 0))
 
     def _map(self, rows):
+        """Changes the rows of all tensors; what was recorded is forgotten."""
+        self.record = None
         if self.sizes is None:
             return
-        self.recorded = None
         mapped = {name: rows(tensor) for name, tensor in self._tensors().items() if tensor.dim()}
         batch_size = len(mapped["key"])
-        if batch_size != self.batch_size:  # no address can be kept
-            self.__dict__.update(mapped)
-            self.sizes = (batch_size, *self.sizes[1:])
-        self._assign(**mapped)
+        if batch_size == self.batch_size:
+            self._assign(**mapped)
+        else:  # no address can be kept
+            self.sizes = self.sizes._replace(batch_size=batch_size)
+            for name, tensor in mapped.items():
+                setattr(self, name, self._keep_address(tensor))
 
     def reset(self) -> None:
-        """Forgets all tokens, keeps the tensors."""
-        self.recorded = None
-        for tensor in self._tensors().values():
-            tensor.zero_()
+        """Forgets all tokens; a static cache keeps its tensors at their addresses."""
+        self.record, self.has_tokens = None, False
+        self._assign(**{name: torch.zeros_like(tensor) for name, tensor in self._tensors().items()})
         if self.recent is not None:
-            self.recent.fill_(True)
+            self._assign(recent=self._all_real(self.chunk_size))
         if not self.static:
             self.columns = self.rolled_back = 0
 
     def offload(self) -> None:
         """Moves the tensors of this layer to the CPU; the counters stay."""
-        for name in ("key", "value", "log_decay", "levels", "conv_ring"):
-            setattr(self, name, getattr(self, name).to("cpu", non_blocking=True))
+        self._move("cpu")
 
     def prefetch(self) -> None:
         """Moves the tensors of this layer back to their device."""
-        if self.sizes is not None and self.key.device != self.device:
-            for name in ("key", "value", "log_decay", "levels", "conv_ring"):
-                setattr(self, name, getattr(self, name).to(self.device, non_blocking=True))
+        self._move(self.device)
+
+    def _move(self, device):
+        if self.sizes is not None:
+            for name in TENSORS:
+                setattr(self, name, getattr(self, name).to(device, non_blocking=True))
 
     # ---------------------------------------------------------------------------------------------------- taking back
 
     def activate_past_recording(self) -> None:
-        """From now on the whole last forward pass can be undone, however long, until the next `crop`."""
+        """From now on every forward pass since the last `crop` can be undone, however long, at the price of keeping it."""
         self.record_past = True
 
     def max_rollback(self) -> int:
@@ -247,34 +334,41 @@ class FenwickLayer(CacheLayerMixin):
         leader = self.leader
         if leader.sizes is None:
             return 0
-        reach = max(0, min(leader.chunk_size - int(leader.rolled_back), int(leader.columns)))
-        return reach if leader.recorded is None else max(reach, leader.recorded[2].shape[1])
+        reach = min(leader.chunk_size - int(leader.rolled_back), int(leader.columns))
+        return reach if leader.record is None else max(reach, leader.record.columns())
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the last columns, exactly: `crop(-n)` leaves what was there n columns before.
 
-        Any point down to the longest length seen minus `chunk_size` can be reached; after `activate_past_recording` also any
-        point of the last forward pass.
+        Any point down to the longest length seen minus `chunk_size` can be reached; while the past is recorded also any point
+        since the last `crop`, which is where the next record begins.
 
         Raises:
             ValueError: for a positive number and for one that reaches too far; the cache is then unchanged.
         """
         if tokens_to_remove > 0:
-            raise ValueError(f"`crop` takes minus the number of tokens to remove, but got {tokens_to_remove}.")
-        n = -tokens_to_remove
+            raise ValueError(f"`crop` takes minus the number of tokens to remove, but got {int(tokens_to_remove)}.")
+        n = -int(tokens_to_remove)
         if self.leader is self:
-            if n > self.max_rollback():
-                raise ValueError(
-                    f"`crop({tokens_to_remove})` reaches too far: at most {self.max_rollback()} of {int(self.columns)} columns "
-                    "can be removed now (the cache keeps one chunk of raw tokens; call `activate_past_recording()` before a "
-                    "forward pass to be able to undo all of it)."
-                )
-            self.replaying = n > self.chunk_size - int(self.rolled_back) if self.sizes is not None else False
-            if n and not self.replaying:
-                self._uncount(n)
-        recorded, self.recorded = self.recorded, None
-        if self.leader.replaying and n:
-            self._replay(recorded, n)
+            self._crop_counters(n)
+        record, self.record = self.record, None
+        if self.leader.repeated is not None:
+            self._repeat(record, self.leader.repeated)
+
+    def _crop_counters(self, n):
+        self.repeated = None
+        if n > self.max_rollback():
+            raise ValueError(
+                f"`crop({-n})` reaches too far: at most {self.max_rollback()} of {int(self.columns)} columns can be removed "
+                "now (the cache keeps one chunk of raw tokens; call `activate_past_recording()` before a forward pass to be "
+                "able to undo all of it)."
+            )
+        if n == 0:
+            return
+        if n <= self.chunk_size - int(self.rolled_back):
+            self._uncount(n)
+        else:
+            self._recount(n)
 
     def _uncount(self, n):
         """Takes n columns back: the rings still hold what was there before, so only the counters change."""
@@ -282,7 +376,7 @@ class FenwickLayer(CacheLayerMixin):
         if self.recent is not None:
             removed = self.recent[:, -n:].sum(1)
             self._assign(recent=torch.cat([self._all_real(n), self.recent[:, :-n]], 1))
-        self._assign(lengths=self.lengths - removed, last_hidden=torch.zeros_like(self.last_hidden))
+        self._assign(lengths=self.lengths - removed)
         if self.static:
             self.columns.sub_(n)
             self.rolled_back.add_(n)
@@ -290,34 +384,41 @@ class FenwickLayer(CacheLayerMixin):
             self.columns -= n
             self.rolled_back += n
 
-    def _replay(self, recorded, n):
-        """Goes back to before the last forward pass and repeats it without its last n columns."""
-        before, conv_ring, conv_inputs, (key, value, log_decay) = recorded
-        B, T = conv_inputs.shape[:2]
-        rolled_back, recent, mask = self.leader.undo
-        kept = torch.full_like(before.lengths, T - n) if mask is None else mask[:, : T - n].sum(1)
-        weights = log_decay.new_ones(B, T, value.shape[2], self.sizes[5])
-        _, state = loglinear_attention(
-            key, key, value, log_decay, weights,
-            chunk_size=self.chunk_size, initial_state=before, return_final_state=True, lengths=kept,
-        )  # fmt: skip
-        self._assign(
-            conv_ring=ring_update(conv_ring, conv_inputs, before.lengths, kept),
-            key=state.key, value=state.value, log_decay=state.log_decay, levels=state.levels,
-        )  # fmt: skip
-        if self.leader is not self:
-            return
-        self._assign(lengths=state.lengths, merged_chunks=state.merged_chunks, last_hidden=torch.zeros_like(self.last_hidden))
+    def _recount(self, n):
+        """Goes back to the begin of the record and on to n columns before its end; `_repeat` follows for the tensors."""
+        record = self.record
+        passes = record.first(record.columns() - n)
+        self.repeated = [real for *_, real in passes]
+        lengths, merged_chunks, hidden_ring = record.state.lengths, record.state.merged_chunks, record.hidden_ring
+        if hidden_ring is None:
+            hidden_ring = torch.zeros_like(self.hidden_ring)
+        for _, _, hidden_states, real in passes:
+            hidden_ring = ring_update(hidden_ring, hidden_states, lengths, real)
+            lengths, merged_chunks = advanced(lengths, merged_chunks, real, self.chunk_size)
+        self._assign(lengths=lengths, merged_chunks=merged_chunks, hidden_ring=hidden_ring)
         if self.recent is not None:
-            recent = self._all_real(self.chunk_size) if recent is None else recent
-            mask = self._all_real(T - n) if mask is None else mask[:, : T - n]
-            self._assign(recent=torch.cat([recent, mask], 1)[:, -self.chunk_size :])
+            self._assign(recent=self._shifted(record.recent, [(columns, mask) for columns, mask, *_ in passes]))
+        kept = record.columns() - n
         if self.static:
             self.columns.sub_(n)
-            self.rolled_back.copy_((rolled_back - (T - n)).clamp(min=0))
+            self.rolled_back.copy_((record.rolled_back - kept).clamp(min=0))
         else:
             self.columns -= n
-            self.rolled_back = max(0, rolled_back - (T - n))
+            self.rolled_back = max(0, record.rolled_back - kept)
+        self.has_tokens = int(self.columns) > 0
+
+    def _repeat(self, record, repeated):
+        """Repeats the first passes of the record, with `repeated` real tokens [B] each, on what was there before them."""
+        self.prefetch()
+        state, conv_ring = record.state, record.conv_ring
+        for real, (conv_inputs, (key, value, log_decay)) in zip(repeated, record.tokens):
+            conv_ring = ring_update(conv_ring, conv_inputs, state.lengths, real)
+            weights = log_decay.new_ones(1).expand(*log_decay.shape, self.sizes.num_levels)  # nobody reads the output
+            _, state = loglinear_attention(
+                key, key, value, log_decay, weights,
+                chunk_size=self.chunk_size, initial_state=state, return_final_state=True, lengths=real,
+            )  # fmt: skip
+        self._assign(conv_ring=conv_ring, key=state.key, value=state.value, log_decay=state.log_decay, levels=state.levels)
 
     # ---------------------------------------------------------------------------------------------------- tensors
 
@@ -359,32 +460,111 @@ class FenwickCache(Cache):
         config ([`LogLinearConfig`]): gives the number of layers.
         static (`bool`, defaults to `False`): fixed addresses, for compiled decoding (`cache_implementation="static"`).
         offloading (`bool`, defaults to `False`): keep the layers that do not run on the CPU. Needs a GPU.
+
+    Raises:
+        ValueError: for `offloading` on a machine without a GPU.
     """
 
     def __init__(self, config, static: bool = False, offloading: bool = False):
         if offloading and not torch.accelerator.is_available():
             raise ValueError("`offloading` moves the cache from a GPU to the CPU, but this machine has no GPU.")
-        layer_class = StaticFenwickLayer if static else FenwickLayer
-        super().__init__(layers=[layer_class() for _ in range(config.num_hidden_layers)], offloading=offloading)
+        super().__init__(layers=_make_layers(config.num_hidden_layers, static), offloading=offloading)
 
     @property
     def lengths(self) -> torch.Tensor | None:
         """Real tokens seen per row, `[B]`; `None` before the first forward pass."""
-        state = self.layers[0].state
-        return None if state is None else state.lengths
+        return self.layers[0].lengths
 
     def nbytes(self) -> int:
-        """Bytes of all tensors of the cache."""
+        """Bytes of all tensors of the cache, without those that `activate_past_recording` keeps."""
         return sum(layer.nbytes() for layer in self.layers)
 
     def __repr__(self):
-        state = self.layers[0].state
-        if state is None:
-            return f"FenwickCache(layers={len(self.layers)}, empty)"
-        return (
-            f"FenwickCache(layers={len(self.layers)}, tokens={state.lengths.tolist()}, levels={state.levels.shape[1]}, "
-            f"bytes={self.nbytes():,})"
-        )
+        return f"{type(self).__name__}(layers={len(self.layers)}, {_summary(self.layers)})"
+
+    # ---------------------------------------------------------------------------------------------------- files
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Writes the cache to one safetensors file, for `load`; the file appears only when it is complete.
+
+        What `activate_past_recording` keeps is not written.
+
+        Args:
+            path (`str` or `os.PathLike`): the file. Its folder must exist.
+
+        Raises:
+            ValueError: for a cache without tokens.
+        """
+        leader = self.layers[0]
+        if not leader.started:
+            raise ValueError("`save` needs a cache with tokens, but this one is empty.")
+        tensors = {
+            f"{index}.{name}": tensor.contiguous()
+            for index, layer in enumerate(self.layers)
+            for name, tensor in layer._tensors().items()
+        }
+        counters = {name: int(getattr(leader, name)) for name in ("columns", "rolled_back")}
+        about = {"layers": len(self.layers), "static": leader.static, "sizes": leader.sizes._asdict(), **counters}
+        path = os.fspath(path)
+        handle, temporary = tempfile.mkstemp(dir=os.path.dirname(path) or ".", suffix=".tmp")
+        os.close(handle)
+        try:
+            save_file(tensors, temporary, metadata={"format": FILE_FORMAT, "about": json.dumps(about)})
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+
+    @classmethod
+    def load(cls, path: str | os.PathLike, device: str | torch.device = "cpu") -> "FenwickCache":
+        """Reads a cache that `save` wrote. It belongs to the weights that made it: other weights of the same sizes cannot be
+        told apart.
+
+        Args:
+            path (`str` or `os.PathLike`): the file.
+            device (`str` or `torch.device`, defaults to `"cpu"`): where the model runs.
+
+        Raises:
+            OSError: if there is no such file.
+            ValueError: if the file is damaged or no saved cache.
+        """
+        path = os.fspath(path)
+        try:
+            with safe_open(path, framework="pt", device=str(device)) as file:
+                metadata = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}
+        except SafetensorError as error:
+            raise ValueError(f"`path` {path!r} is no safetensors file, or is damaged: {error}") from error
+        if metadata.get("format") != FILE_FORMAT:
+            raise ValueError(
+                f"`path` {path!r} must be a cache saved by `FenwickCache.save` ({FILE_FORMAT}), "
+                f"but its format is {metadata.get('format')!r}."
+            )
+        about = json.loads(metadata["about"])
+        cache = cls.__new__(cls)
+        Cache.__init__(cache, layers=_make_layers(about["layers"], about["static"]))
+        leader = cache.layers[0]
+        for layer in cache.layers:
+            layer.leader, layer.sizes, layer.is_initialized = leader, LayerSizes(**about["sizes"]), True
+        leader.columns, leader.rolled_back, leader.has_tokens = about["columns"], about["rolled_back"], True
+        for name, tensor in tensors.items():
+            index, name = name.split(".")
+            layer = cache.layers[int(index)]
+            setattr(layer, name, layer._keep_address(tensor))
+            layer.device = tensor.device
+        return cache
+
+
+def _make_layers(number, static):
+    return [(StaticFenwickLayer if static else FenwickLayer)() for _ in range(number)]
+
+
+def _summary(layers):
+    leader = layers[0].leader
+    if layers[0].state is None:
+        return "empty"
+    levels, nbytes = layers[0].levels.shape[1], sum(layer.nbytes() for layer in layers)
+    return f"tokens={leader.lengths.tolist()}, levels={levels}, bytes={nbytes:,}"
 
 
 __all__ = ["FenwickCache", "FenwickLayer", "StaticFenwickLayer"]

@@ -275,6 +275,7 @@ class LogLinearMixer(nn.Module):
         """Attention to the tokens in the cache and to the new ones, which it also writes to the cache."""
         B, T = query.shape[:2]
         if layout.step is not None:
+            cache_layer.note(conv_inputs, (key, value, log_decay))
             tokens = (x[:, 0] for x in (query, key, value, log_decay, level_weights))
             return loglinear_attention_step(*tokens, cache_layer.state, positions=layout.step, backend=self.config.backend)[
                 :, None
@@ -458,8 +459,8 @@ class LogLinearModel(LogLinearPreTrainedModel):
         last_hidden = None
         if cache is not None:
             leader = cache.layers[0]
-            last_hidden = leader.last_hidden
-            leader.advance(*padding.counts(), padding.last(hidden_states, last_hidden))
+            last_hidden = None if padding.mask is None else leader.last_hidden()
+            leader.advance(*padding.counts(), hidden_states, step)
         all_hidden_states = tuple(padding.scatter(x, None).reshape(*shape, -1) for x in all_hidden_states)
         hidden_states = padding.scatter(hidden_states, last_hidden).reshape(*shape, -1)
         output = LogLinearModelOutput(
@@ -595,12 +596,6 @@ class _Padding:
         before = torch.zeros_like(spread[:, :1]) if last_hidden is None else last_hidden[:, None].to(spread.dtype)
         return torch.where((self.last_real < 0)[..., None], before, spread)
 
-    def last(self, x, last_hidden):
-        """[B, D]: the output at the last real token of every row, the old one where there is no new token."""
-        if self.mask is None:
-            return x[:, -1].clone()
-        return self.scatter(x, last_hidden)[:, -1].clone()
-
     def counts(self):
         """(new tokens, columns, mask) for the cache."""
         return (self.shape[1] if self.mask is None else self.lengths), self.shape[1], self.mask
@@ -693,8 +688,8 @@ class LogLinearForCausalLM(LogLinearPreTrainedModel, GenerationMixin):
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, batch_size, *args):
         implementation = generation_config.cache_implementation
-        given = model_kwargs.get("cache") or model_kwargs.get("past_key_values")
-        if given is not None or generation_config.use_cache is False or implementation == "quantized":
+        given = any(model_kwargs.get(name) is not None for name in ("cache", "past_key_values"))
+        if given or generation_config.use_cache is False or implementation == "quantized":
             return super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, batch_size, *args)
         static = implementation is not None and "static" in implementation
         offloading = implementation is not None and "offloaded" in implementation
@@ -707,10 +702,22 @@ class LogLinearForCausalLM(LogLinearPreTrainedModel, GenerationMixin):
         inputs = super().prepare_inputs_for_generation(input_ids, is_first_iteration=is_first_iteration, **kwargs)
         mask = inputs.get("attention_mask")
         if mask is not None:
+            layers = getattr(inputs.get(CACHE_NAME), "layers", None)
+            continuing = bool(layers) and getattr(layers[0], "started", False) and not is_first_iteration
             tokens = inputs["input_ids"] if inputs.get("inputs_embeds") is None else inputs["inputs_embeds"]
             # The last columns count, and a generated token is always real.
-            inputs["attention_mask"] = mask[:, -tokens.shape[1] :] if is_first_iteration else None
+            inputs["attention_mask"] = None if continuing else mask[:, -tokens.shape[1] :]
         return inputs
+
+    def _assisted_decoding(self, *args, **kwargs):
+        """The library lets the cache record its past; a cache that is returned or was given must not go on recording."""
+        cache = kwargs.get(CACHE_NAME)
+        before = [getattr(layer, "record_past", False) for layer in getattr(cache, "layers", ())]
+        try:
+            return super()._assisted_decoding(*args, **kwargs)
+        finally:
+            for layer, record_past in zip(getattr(cache, "layers", ()), before):
+                layer.record_past = record_past
 
     @staticmethod
     def create_masks_for_generate(attention_mask=None, **kwargs):
