@@ -131,38 +131,17 @@ def loglinear_attention(
     _check_values(log_decay, query.shape[1], lengths, cu_seqlens)
     if initial_state is not None:
         _check_state(initial_state, num_seqs, query, value, level_weights, chunk_size)
-    if backend == "reference":
-        return _reference(
-            query,
-            key,
-            value,
-            log_decay,
-            level_weights,
-            chunk_size,
-            initial_state,
-            return_final_state,
-            lengths,
-            cu_seqlens,
-        )
-    tree_attention = _choose_tree(backend, query, value, level_weights, chunk_size)
-    if initial_state is None and not return_final_state:
-        output, _ = tree_attention(
+    if initial_state is None and not return_final_state and backend != "reference":
+        tree_attention = _choose_tree(backend, query, value, level_weights, chunk_size)
+        return tree_attention(
             query, key, value, log_decay, level_weights, chunk_size=chunk_size, lengths=lengths, cu_seqlens=cu_seqlens
         )
-        return output, None
-    return _with_state(
-        tree_attention,
-        query,
-        key,
-        value,
-        log_decay,
-        level_weights,
-        chunk_size,
-        initial_state,
-        return_final_state,
-        lengths,
-        cu_seqlens,
-    )
+    counters = None if initial_state is None else (initial_state.lengths, initial_state.merged_chunks)
+    positions = SpanPositions(query.shape[:2], chunk_size, value.device, counters, lengths, cu_seqlens)
+    return loglinear_attention_span(
+        query, key, value, log_decay, level_weights, positions,
+        state=initial_state, return_final_state=return_final_state, backend=backend,
+    )  # fmt: skip
 
 
 def loglinear_attention_step(query, key, value, log_decay, level_weights, state, *, positions=None, backend="auto"):
@@ -244,7 +223,7 @@ def _check_sequences(query, lengths, cu_seqlens):
     for name, tensor in (("lengths", lengths), ("cu_seqlens", cu_seqlens)):
         if tensor is not None and (tensor.dim() != 1 or tensor.dtype not in (torch.int32, torch.int64)):
             raise ValueError(
-                f"`{name}` must be a 1-D int32 or int64 tensor, but has the shape {list(tensor.shape)} and dtype {tensor.dtype}."
+                f"`{name}` must be a 1-D int32 or int64 tensor, but has the shape {list(tensor.shape)} and is {tensor.dtype}."
             )
     if lengths is not None and lengths.shape[0] != B:
         raise ValueError(f"`lengths` has {lengths.shape[0]} entries, but must have one for each of the {B} rows.")
@@ -290,7 +269,7 @@ def _check_state(state, num_seqs, query, value, level_weights, chunk_size):
     ):
         if getattr(state, name).shape != shape:
             raise ValueError(
-                f"`initial_state.{name}` has the shape {list(getattr(state, name).shape)}, but these inputs need {list(shape)}: "
+                f"`initial_state.{name}` has the shape {list(getattr(state, name).shape)}, but must have {list(shape)} here: "
                 "the state comes from another batch size, model or chunk size."
             )
 
@@ -302,7 +281,7 @@ def _use_triton(backend, query, value, level_weights, chunk_size):
     if backend == "triton" and not supported:
         raise ValueError(
             "`backend` is 'triton', but the kernels do not support "
-            f"query {list(query.shape)} {query.dtype} on {query.device}, value {list(value.shape)} and chunk_size {chunk_size}, "
+            f"query {list(query.shape)} {query.dtype} on {query.device}, value {list(value.shape)} and chunk size {chunk_size}, "
             "or Triton is not installed; use 'auto' or 'torch'."
         )
     return supported and (backend == "triton" or query.is_cuda)
@@ -418,7 +397,7 @@ def _reference_state(key, value, log_decay, k, v, state, C):
 
 
 def _blocks(chunks: int, num_levels: int) -> dict[int, tuple[int, int]]:
-    """The Fenwick blocks of the first `chunks` chunks: {level: (first chunk, last chunk + 1)}; the last level takes the rest."""
+    """Fenwick blocks of the first `chunks` chunks: {level: (first chunk, last chunk + 1)}; the last level takes the rest."""
     top = num_levels - 1
     blocks = {level: ((chunks >> level) - 1 << level, chunks >> level << level) for level in range(top) if chunks >> level & 1}
     if chunks >> top:
@@ -429,52 +408,84 @@ def _blocks(chunks: int, num_levels: int) -> dict[int, tuple[int, int]]:
 # -------------------------------------------------------------------------------------------- states around the tree
 
 
-def _with_state(tree_attention, query, key, value, log_decay, level_weights, C, state, return_final_state, lengths, cu_seqlens):
-    """Puts the tail of a state in front of the new tokens, so that every sequence starts at a chunk border; runs the tree."""
-    B, T, G, N = query.shape
-    H, P = value.shape[2:]
-    device = value.device
-    if cu_seqlens is not None:
-        new_tokens, new_starts = cu_seqlens.diff().long(), cu_seqlens[:-1].long()
-    else:
-        new_tokens = torch.full((B,), T, device=device) if lengths is None else lengths.long()
-        new_starts = torch.arange(B, device=device) * T
+class SpanPositions:
+    """What a call of many tokens derives from counters and lengths alone: the same for all layers of a model, so made once.
+
+    Args:
+        shape (`tuple[int, int]`): (B, T) of the new tokens.
+        chunk_size (`int`).
+        device (`torch.device`).
+        counters (`tuple`, *optional*): (lengths, merged_chunks) of the state before, `[num_seqs]`; `None`: no token before.
+        lengths, cu_seqlens: as in `loglinear_attention`.
+    """
+
+    def __init__(self, shape, chunk_size, device, counters=None, lengths=None, cu_seqlens=None):
+        B, T = shape
+        self.chunk_size, self.lengths, self.cu_seqlens = chunk_size, lengths, cu_seqlens
+        if cu_seqlens is not None:
+            self.new_tokens, self.new_starts = cu_seqlens.diff().long(), cu_seqlens[:-1].long()
+        else:
+            self.new_tokens = torch.full((B,), T, device=device) if lengths is None else lengths.long()
+            self.new_starts = torch.arange(B, device=device) * T
+        zero = torch.zeros_like(self.new_tokens)
+        old = (zero, zero) if counters is None else counters
+        self.final_lengths, self.final_chunk = advanced(*old, self.new_tokens, chunk_size)
+        self.is_new, self.newest = _newest(old[0], self.new_tokens, self.new_starts, 2 * chunk_size, B * T)
+        self.extension = None
+        if counters is not None:
+            self.extension = _Extension(*counters, self.new_tokens, self.new_starts, shape, chunk_size, cu_seqlens is not None)
+
+    def update(self, ring, tokens):
+        """The newest tokens [B, T, ...] of every sequence in its ring [num_seqs, 2C, ...]; None: an empty one."""
+        return _with_newest(ring, tokens, self.is_new, self.newest)
+
+
+def loglinear_attention_span(
+    query, key, value, log_decay, level_weights, positions, *, state=None, return_final_state=True, backend="auto"
+):
+    """`loglinear_attention` with a state, for a caller that has the positions already and knows that all shapes fit.
+
+    Args:
+        positions (`SpanPositions`): made from the counters of `state`; pass one to all layers of a model.
+        state (`LogLinearState`, *optional*): the state before; `None`: no token before.
+
+    Returns:
+        The output and the final state or `None`, as `loglinear_attention`.
+    """
+    C, lengths, cu_seqlens = positions.chunk_size, positions.lengths, positions.cu_seqlens
+    tokens = (query, key, value, log_decay, level_weights)
+    if backend == "reference":
+        return _reference(*tokens, C, state, return_final_state, lengths, cu_seqlens)
+    tree_attention = _choose_tree(backend, query, value, level_weights, C)
+    final_chunk = positions.final_chunk if return_final_state else None
     if state is None:
-        old = empty_state(len(new_tokens), G, H, N, P, level_weights.shape[-1], C, value.dtype, device)
-        final_lengths, final_chunk = advanced(old.lengths, old.merged_chunks, new_tokens, C)
-        output, levels = tree_attention(
-            query, key, value, log_decay, level_weights,
-            chunk_size=C, lengths=lengths, cu_seqlens=cu_seqlens, final_chunk=final_chunk,
-        )  # fmt: skip
+        output, levels = tree_attention(*tokens, chunk_size=C, lengths=lengths, cu_seqlens=cu_seqlens, final_chunk=final_chunk)
+        rings = (None, None, None)
     else:
-        old = state
-        final_lengths, final_chunk = advanced(old.lengths, old.merged_chunks, new_tokens, C)
-        extended = _Extension(old, new_tokens, new_starts, (B, T), C, packed=cu_seqlens is not None)
+        # The tail of the state stands in front of the new tokens, so that every sequence starts at a chunk border.
+        extended = positions.extension
         output, levels = tree_attention(
-            extended.new(query), extended.all(key, old.key), extended.all(value, old.value),
-            extended.all(log_decay, old.log_decay), extended.new(level_weights),
+            extended.new(query), extended.all(key, state.key), extended.all(value, state.value),
+            extended.all(log_decay, state.log_decay), extended.new(level_weights),
             chunk_size=C, lengths=extended.lengths, cu_seqlens=extended.cu_seqlens,
-            first_chunk=old.merged_chunks, initial_levels=old.levels,
-            final_chunk=final_chunk if return_final_state else None,
+            first_chunk=state.merged_chunks, initial_levels=state.levels, final_chunk=final_chunk,
         )  # fmt: skip
         output = extended.outputs(output)
+        rings = state[:3]
     if not return_final_state:
         return output, None
-    ring = [
-        ring_update(ring, new, old.lengths, new_tokens, new_starts)
-        for ring, new in ((old.key, key), (old.value, value), (old.log_decay, log_decay))
-    ]
-    return output, LogLinearState(*ring, levels, final_chunk, final_lengths)
+    rings = [positions.update(ring, new) for ring, new in zip(rings, (key, value, log_decay))]
+    return output, LogLinearState(*rings, levels, positions.final_chunk, positions.final_lengths)
 
 
 class _Extension:
-    """Index arithmetic of `_with_state`: where the tokens of tail + new stand in the extended rows, and back."""
+    """Where the tokens of tail + new stand in rows that begin at a chunk border, and back again."""
 
-    def __init__(self, state, new_tokens, new_starts, new_shape, C, packed):
+    def __init__(self, old_lengths, merged_chunks, new_tokens, new_starts, new_shape, C, packed):
         B, T = new_shape
         self.num_seqs, self.new_shape = len(new_tokens), new_shape
         device = new_tokens.device
-        tail_tokens = state.lengths - state.merged_chunks * C  # [num_seqs], at most 2C
+        tail_tokens = old_lengths - merged_chunks * C  # [num_seqs], at most 2C
         lengths = tail_tokens + new_tokens
         if packed:
             self.shape = (1, T + 2 * C * self.num_seqs)
@@ -491,7 +502,7 @@ class _Extension:
             self.lengths, self.cu_seqlens = lengths, None
         self.old_tokens = self.num_seqs * 2 * C
         self.in_tail = in_tail = local < tail_tokens[sequence]
-        slot = sequence * 2 * C + (state.merged_chunks[sequence] * C + local) % (2 * C)
+        slot = sequence * 2 * C + (merged_chunks[sequence] * C + local) % (2 * C)
         self.new_index = (new_starts[sequence] + local - tail_tokens[sequence]).clamp(0, B * T - 1)
         self.index = torch.where(in_tail, slot, self.old_tokens + self.new_index)
         # Back: new token t of its sequence stands behind the tail.
@@ -512,25 +523,28 @@ class _Extension:
         return output.flatten(0, 1).index_select(0, self.back).unflatten(0, self.new_shape)
 
 
-def ring_update(ring, tokens, old_lengths, new_tokens, starts=None):
-    """Writes the newest tokens of each sequence into its ring: slot s holds the last position p with p % R == s.
+def _newest(old_lengths, new_tokens, starts, R, num_tokens):
+    """Which slots of a ring of R take new tokens [num_seqs, R] bool, and which ones [num_seqs * R].
 
-    Args:
-        ring (`torch.Tensor` of shape `[num_seqs, R, ...]`): not changed.
-        tokens (`torch.Tensor` of shape `[B, T, ...]`): new tokens.
-        old_lengths, new_tokens (`torch.Tensor` of shape `[num_seqs]`): tokens seen before and how many are new.
-        starts (`torch.Tensor` of shape `[num_seqs]`, *optional*): where the new tokens begin in the flattened `tokens`;
-            `None`: at the front of each row.
+    Slot s holds the last position p with p % R == s. A sequence's `new_tokens` stand from `starts` on in the list of all.
     """
-    R, (B, T) = ring.shape[1], tokens.shape[:2]
-    if starts is None:
-        starts = torch.arange(B, device=ring.device) * T
     last = (old_lengths + new_tokens - 1)[:, None]
-    position = last - (last - torch.arange(R, device=ring.device)) % R  # [num_seqs, R]
-    is_new = position >= old_lengths[:, None]
-    index = (starts[:, None] + position - old_lengths[:, None]).clamp(0, B * T - 1)
-    newest = tokens.flatten(0, 1).index_select(0, index.flatten()).unflatten(0, index.shape)
-    return torch.where(is_new.view(*is_new.shape, *[1] * (ring.dim() - 2)), newest, ring)
+    position = last - (last - torch.arange(R, device=last.device)) % R  # [num_seqs, R]
+    index = starts[:, None] + position - old_lengths[:, None]
+    return position >= old_lengths[:, None], index.clamp(0, num_tokens - 1).flatten()
+
+
+def _with_newest(ring, tokens, is_new, newest):
+    """ring [num_seqs, R, ...] (None: zeros) with the tokens [B, T, ...] that `_newest` chose."""
+    newest = tokens.flatten(0, 1).index_select(0, newest).unflatten(0, is_new.shape)
+    return torch.where(is_new.view(*is_new.shape, *[1] * (newest.dim() - 2)), newest, 0 if ring is None else ring)
+
+
+def ring_update(ring, tokens, old_lengths, new_tokens):
+    """ring [B, R, ...] with the newest of the tokens [B, T, ...], of which `new_tokens` [B] stand at the front of each row."""
+    B, T = tokens.shape[:2]
+    starts = torch.arange(B, device=ring.device) * T
+    return _with_newest(ring, tokens, *_newest(old_lengths, new_tokens, starts, ring.shape[1], B * T))
 
 
 # ------------------------------------------------------------------------------------------------------- the tree

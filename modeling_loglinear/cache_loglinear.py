@@ -16,6 +16,7 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, STATIC_LAYER_TY
 
 from .attention_loglinear import (
     LogLinearState,
+    SpanPositions,
     advanced,
     empty_state,
     loglinear_attention,
@@ -189,17 +190,17 @@ class FenwickLayer(CacheLayerMixin):
         slot = (self.leader.lengths[:, None] + torch.arange(-width, 0, device=self.conv_ring.device)) % R
         return self.conv_ring.gather(1, slot[..., None].expand(-1, -1, self.conv_ring.shape[-1]))
 
-    def extend(self, state: LogLinearState, conv_inputs, new_tokens, tokens) -> None:
+    def extend(self, state: LogLinearState, conv_inputs, positions: SpanPositions, tokens) -> None:
         """Many tokens per row: takes what is after them. The counters follow in `advance`.
 
         Args:
             state (`LogLinearState`): as returned by `loglinear_attention`.
             conv_inputs (`torch.Tensor` of shape `[B, T, conv_dim]`): inputs of the convolution, real tokens at the front.
-            new_tokens (`torch.Tensor` of shape `[B]`): how many of the T are real.
+            positions (`SpanPositions`): made from the counters before this forward pass.
             tokens (`tuple`): key, value and log_decay of these tokens.
         """
         self.note(conv_inputs, tokens)
-        conv_ring = ring_update(self.conv_ring, conv_inputs, self.leader.lengths, new_tokens)
+        conv_ring = positions.update(self.conv_ring, conv_inputs)
         self._assign(conv_ring=conv_ring, key=state.key, value=state.value, log_decay=state.log_decay, levels=state.levels)
 
     def note(self, conv_inputs, tokens) -> None:

@@ -23,7 +23,14 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import logging
 
-from .attention_loglinear import StepPositions, full_precision, loglinear_attention, loglinear_attention_step
+from .attention_loglinear import (
+    SpanPositions,
+    StepPositions,
+    full_precision,
+    loglinear_attention,
+    loglinear_attention_span,
+    loglinear_attention_step,
+)
 from .cache_loglinear import FenwickCache
 from .configuration_loglinear import LogLinearConfig
 
@@ -71,7 +78,8 @@ class TokenLayout(NamedTuple):
     lengths: torch.Tensor | None = None  # [B] real tokens per row, at its front; None: all
     cu_seqlens: torch.Tensor | None = None  # [num_seqs + 1] borders of the sequences packed into one row
     positions: torch.Tensor | None = None  # [T] position of each packed token in its sequence
-    step: StepPositions | None = None  # one token per row, to be decoded in place
+    step: StepPositions | None = None  # with a cache: one token per row, to be decoded in place
+    span: SpanPositions | None = None  # with a cache: any other number of tokens
 
 
 def use_fused(x):
@@ -230,7 +238,7 @@ class LogLinearMixer(nn.Module):
         return -self.A_log.to(dtype).exp() * dt, (values * dt[..., None]).to(values.dtype)
 
     def convolved(self, conv_inputs, cache_layer, layout):
-        """Depthwise causal convolution and activation: conv_inputs [B, T, conv_dim] -> query, key [B, T, G, N], values [B, T, H, P]."""
+        """Causal convolution and activation: [B, T, conv_dim] -> query, key [B, T, G, N], values [B, T, H, P]."""
         if self.config.hidden_act == "silu" and layout.positions is None and use_fused(conv_inputs):
             mixed = self._fused_convolution(conv_inputs, cache_layer, layout)
         else:
@@ -273,20 +281,17 @@ class LogLinearMixer(nn.Module):
 
     def _cached_attention(self, query, key, value, log_decay, level_weights, conv_inputs, cache_layer, layout):
         """Attention to the tokens in the cache and to the new ones, which it also writes to the cache."""
-        B, T = query.shape[:2]
         if layout.step is not None:
             cache_layer.note(conv_inputs, (key, value, log_decay))
             tokens = (x[:, 0] for x in (query, key, value, log_decay, level_weights))
             return loglinear_attention_step(*tokens, cache_layer.state, positions=layout.step, backend=self.config.backend)[
                 :, None
             ]
-        output, state = loglinear_attention(
-            query, key, value, log_decay, level_weights,
-            chunk_size=self.chunk_size, lengths=layout.lengths, backend=self.config.backend,
-            initial_state=cache_layer.state if cache_layer.started else None, return_final_state=True,
+        output, state = loglinear_attention_span(
+            query, key, value, log_decay, level_weights, layout.span,
+            state=cache_layer.state if cache_layer.started else None, backend=self.config.backend,
         )  # fmt: skip
-        new_tokens = layout.lengths if layout.lengths is not None else torch.full((B,), T, device=query.device)
-        cache_layer.extend(state, conv_inputs, new_tokens, (key, value, log_decay))
+        cache_layer.extend(state, conv_inputs, layout.span, (key, value, log_decay))
         return output
 
 
@@ -433,13 +438,13 @@ class LogLinearModel(LogLinearPreTrainedModel):
 
         cu_seqlens = _packed_borders(shape, attention_mask, cache, position_ids, cu_seq_lens_q, seq_idx)
         use_cache = self._resolve_use_cache(use_cache, cache, cu_seqlens)
-        cache = self._prepare_cache(cache) if use_cache else None
+        cache = self._prepare_cache(cache, shape[0]) if use_cache else None
         if cu_seqlens is not None:
             hidden_states = hidden_states.flatten(0, 1)[None]
         padding = _Padding(attention_mask, shape)
         positions = _packed_positions(cu_seqlens, hidden_states.shape[1])
-        step = self._step_positions(cache, padding) if shape[1] == 1 else None
-        layout = TokenLayout(padding.lengths, cu_seqlens, positions, step)
+        step, span = self._cache_positions(cache, padding, hidden_states.device)
+        layout = TokenLayout(padding.lengths, cu_seqlens, positions, step, span)
         hidden_states = padding.compact(hidden_states)
 
         all_hidden_states = ()
@@ -494,15 +499,19 @@ class LogLinearModel(LogLinearPreTrainedModel):
             return False
         return use_cache
 
-    def _step_positions(self, cache, padding):
-        """For one token per row, written in place: nothing may need the old state for a gradient, and there must be one."""
-        if cache is None or torch.is_grad_enabled() or cache.layers[0].state is None:
-            return None
-        leader = cache.layers[0]
-        active = None if padding.lengths is None else padding.lengths > 0
-        return StepPositions(leader.lengths, leader.merged_chunks, self.config.chunk_size, active)
+    def _cache_positions(self, cache, padding, device):
+        """Positions of a forward pass with a cache: one token per row as `StepPositions`, more as `SpanPositions`."""
+        if cache is None:
+            return None, None
+        leader, chunk_size = cache.layers[0], self.config.chunk_size
+        # A step writes in place, so nothing may need the old state for a gradient.
+        if padding.shape[1] == 1 and leader.started and not torch.is_grad_enabled():
+            active = None if padding.lengths is None else padding.lengths > 0
+            return StepPositions(leader.lengths, leader.merged_chunks, chunk_size, active), None
+        counters = (leader.lengths, leader.merged_chunks) if leader.started else None
+        return None, SpanPositions(padding.shape, chunk_size, device, counters, padding.lengths)
 
-    def _prepare_cache(self, cache):
+    def _prepare_cache(self, cache, batch_size):
         """The cache to use, a new one if there is none; its layers share the counters of the first."""
         if cache is None:
             cache = FenwickCache(self.config)
@@ -517,6 +526,10 @@ class LogLinearModel(LogLinearPreTrainedModel):
             )
         if len(layers) != len(self.layers):
             raise ValueError(f"`cache` has {len(layers)} layers, but this model has {len(self.layers)}.")
+        if layers[0].batch_size not in (-1, batch_size):
+            raise ValueError(
+                f"`cache` does not fit this input: `batch_size` is {layers[0].batch_size} in the cache and {batch_size} here."
+            )
         for layer in layers:
             layer.leader = layers[0]
         return cache
@@ -741,7 +754,7 @@ class LogLinearForCausalLM(LogLinearPreTrainedModel, GenerationMixin):
         """
         if lambda_mode not in ("mlp_softplus", "fixed"):
             raise ValueError(
-                f"`lambda_mode` is {lambda_mode!r}, but must be 'mlp_softplus' or 'fixed': the others cannot start at lambda = 1."
+                f"`lambda_mode` is {lambda_mode!r}, but must be 'mlp_softplus' or 'fixed': no other can start at lambda = 1."
             )
         if isinstance(model, str):
             from transformers import Mamba2ForCausalLM
