@@ -448,7 +448,7 @@ class LogLinearModel(LogLinearPreTrainedModel):
         hidden_states = padding.compact(hidden_states)
 
         all_hidden_states = ()
-        for index, block in enumerate(self.layers):
+        for index, block in enumerate(self.layers[: self.config.num_hidden_layers]):
             if output_hidden_states:
                 all_hidden_states += (hidden_states,)
             cache_layer = None if cache is None else cache.layers[index]
@@ -524,8 +524,9 @@ class LogLinearModel(LogLinearPreTrainedModel):
                 f"`cache` is a {type(cache).__name__}, but must be a FenwickCache or a DynamicCache or StaticCache made with "
                 "config=model.config."
             )
-        if len(layers) != len(self.layers):
-            raise ValueError(f"`cache` has {len(layers)} layers, but this model has {len(self.layers)}.")
+        depth = self.config.num_hidden_layers  # fewer than there are while a draft exits early
+        if len(layers) != depth:
+            raise ValueError(f"`cache` has {len(layers)} layers, but this model has {depth}.")
         if layers[0].batch_size not in (-1, batch_size):
             raise ValueError(
                 f"`cache` does not fit this input: `batch_size` is {layers[0].batch_size} in the cache and {batch_size} here."
