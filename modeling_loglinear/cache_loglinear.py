@@ -91,6 +91,7 @@ class FenwickLayer(CacheLayerMixin):
         super().__init__()
         if static is not None:
             self.static = static
+        self.fixed_addresses = self.static  # write new contents to the old tensors
         self.leader = self
         self.sizes: LayerSizes | None = None
         self.device = None
@@ -137,7 +138,7 @@ class FenwickLayer(CacheLayerMixin):
 
     def nbytes(self) -> int:
         """Bytes of all tensors of this layer, without those that `activate_past_recording` keeps."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors().values())
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors().values())
 
     # ---------------------------------------------------------------------------------------------------- writing
 
@@ -156,7 +157,7 @@ class FenwickLayer(CacheLayerMixin):
             self._leave_inference_mode()
         if self.record_past and self.record is None:
             # One token is written in place, as is everything that keeps its address.
-            self.record = _Record(self, copy=self.static or conv_inputs.shape[1] == 1)
+            self.record = _Record(self, copy=self.fixed_addresses or conv_inputs.shape[1] == 1)
 
     def _initialize(self, sizes, conv_inputs):
         B, G, H, N, P, L, chunk_size, conv_dim = sizes
@@ -169,7 +170,7 @@ class FenwickLayer(CacheLayerMixin):
             if self.static:
                 self.columns, self.rolled_back = (state.lengths.new_zeros(()) for _ in range(2))
         self.is_initialized = True
-        for tensor in self._tensors().values():
+        for tensor in self.tensors().values():
             self._keep_address(tensor)
 
     def _refuse(self, sizes, conv_inputs):
@@ -181,7 +182,7 @@ class FenwickLayer(CacheLayerMixin):
 
     def _leave_inference_mode(self):
         """Tensors made in inference mode cannot be written outside of it."""
-        for name, tensor in self._tensors().items():
+        for name, tensor in self.tensors().items():
             setattr(self, name, self._keep_address(tensor.clone()))
 
     def conv_window(self, width: int) -> torch.Tensor:
@@ -230,7 +231,7 @@ class FenwickLayer(CacheLayerMixin):
         self._assign(lengths=lengths, merged_chunks=merged_chunks)
         if mask is not None or self.recent is not None:
             self._assign(recent=self._shifted(self.recent, [(columns, mask)]))
-        self._count(columns)
+        self.count(columns)
         self.has_tokens = True
 
     def _shifted(self, recent, passes):
@@ -238,7 +239,8 @@ class FenwickLayer(CacheLayerMixin):
         masks = [(self.chunk_size, recent), *passes]
         return torch.cat([self._all_real(n) if mask is None else mask for n, mask in masks], 1)[:, -self.chunk_size :]
 
-    def _count(self, columns):
+    def count(self, columns: int) -> None:
+        """Counts columns, on the host unless the layer is static."""
         if self.static:
             self.columns.add_(columns)
             self.rolled_back.sub_(columns).clamp_(min=0)
@@ -293,7 +295,7 @@ class FenwickLayer(CacheLayerMixin):
         self.record = None
         if self.sizes is None:
             return
-        mapped = {name: rows(tensor) for name, tensor in self._tensors().items() if tensor.dim()}
+        mapped = {name: rows(tensor) for name, tensor in self.tensors().items() if tensor.dim()}
         batch_size = len(mapped["key"])
         if batch_size == self.batch_size:
             self._assign(**mapped)
@@ -305,7 +307,7 @@ class FenwickLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Forgets all tokens; a static cache keeps its tensors at their addresses."""
         self.record, self.has_tokens = None, False
-        self._assign(**{name: torch.zeros_like(tensor) for name, tensor in self._tensors().items()})
+        self._assign(**{name: torch.zeros_like(tensor) for name, tensor in self.tensors().items()})
         if self.recent is not None:
             self._assign(recent=self._all_real(self.chunk_size))
         if not self.static:
@@ -423,17 +425,17 @@ class FenwickLayer(CacheLayerMixin):
 
     # ---------------------------------------------------------------------------------------------------- tensors
 
-    def _tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, torch.Tensor]:
         """Every tensor of this layer by name."""
         tensors = {name: getattr(self, name) for name in TENSORS + COUNTERS}
         return {name: tensor for name, tensor in tensors.items() if torch.is_tensor(tensor)}
 
     def _assign(self, **tensors):
-        """New contents, written to the old address if the layer is static."""
+        """New contents, written to the old tensors if their addresses are fixed."""
         for name, tensor in tensors.items():
             old = getattr(self, name)
-            if not self.static or old is None:
-                setattr(self, name, self._keep_address(tensor.clone() if self.static else tensor))
+            if not self.fixed_addresses or old is None:
+                setattr(self, name, self._keep_address(tensor.clone() if self.fixed_addresses else tensor))
             elif old is not tensor:
                 old.copy_(tensor)
 
@@ -502,7 +504,7 @@ class FenwickCache(Cache):
         tensors = {
             f"{index}.{name}": tensor.contiguous()
             for index, layer in enumerate(self.layers)
-            for name, tensor in layer._tensors().items()
+            for name, tensor in layer.tensors().items()
         }
         counters = {name: int(getattr(leader, name)) for name in ("columns", "rolled_back")}
         about = {"layers": len(self.layers), "static": leader.static, "sizes": leader.sizes._asdict(), **counters}

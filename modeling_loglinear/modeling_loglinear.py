@@ -33,6 +33,7 @@ from .attention_loglinear import (
 )
 from .cache_loglinear import FenwickCache
 from .configuration_loglinear import LogLinearConfig
+from .graph_loglinear import DecodeGraph, can_record
 
 try:
     from .fused_loglinear import convolution as fused_convolution
@@ -379,6 +380,7 @@ class LogLinearModel(LogLinearPreTrainedModel):
         self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList([LogLinearBlock(config, layer_idx) for layer_idx in range(config.num_hidden_layers)])
         self.gradient_checkpointing = False
+        self.decode_graph = None  # of the `generate()` that is running
         self.norm_f = LogLinearRMSNorm(config.hidden_size, config.layer_norm_epsilon)
         self.post_init()
 
@@ -442,15 +444,34 @@ class LogLinearModel(LogLinearPreTrainedModel):
         if cu_seqlens is not None:
             hidden_states = hidden_states.flatten(0, 1)[None]
         padding = _Padding(attention_mask, shape)
+        all_hidden_states = [] if output_hidden_states else None
+        compact = padding.compact(hidden_states)
+        last_hidden = None if cache is None or padding.mask is None else cache.layers[0].last_hidden()
+        if self._replays(cache, padding) and all_hidden_states is None:
+            hidden_states = self.decode_graph.step(lambda x: self._run(x, cache, padding), compact, cache)
+        else:
+            hidden_states = self._run(compact, cache, padding, cu_seqlens, all_hidden_states)
+        if output_hidden_states:
+            all_hidden_states = tuple(padding.scatter(x, None).reshape(*shape, -1) for x in all_hidden_states)
+        hidden_states = padding.scatter(hidden_states, last_hidden).reshape(*shape, -1)
+        output = LogLinearModelOutput(
+            last_hidden_state=hidden_states,
+            hidden_states=all_hidden_states,
+            **{CACHE_NAME: cache},
+        )
+        return output if return_dict else output.to_tuple()
+
+    def _run(self, hidden_states, cache, padding, cu_seqlens=None, all_hidden_states=None):
+        """All blocks and the final norm, real tokens at the front: [B, T, D] -> [B, T, D]; the cache has then seen the tokens.
+
+        Appends what enters every block, and the result, to the list `all_hidden_states`.
+        """
         positions = _packed_positions(cu_seqlens, hidden_states.shape[1])
         step, span = self._cache_positions(cache, padding, hidden_states.device)
         layout = TokenLayout(padding.lengths, cu_seqlens, positions, step, span)
-        hidden_states = padding.compact(hidden_states)
-
-        all_hidden_states = ()
-        for index, block in enumerate(self.layers[: self.config.num_hidden_layers]):
-            if output_hidden_states:
-                all_hidden_states += (hidden_states,)
+        for index, block in enumerate(self.layers):
+            if all_hidden_states is not None:
+                all_hidden_states.append(hidden_states)
             cache_layer = None if cache is None else cache.layers[index]
             if cache is not None and cache.offloading:
                 cache_layer.prefetch()
@@ -458,22 +479,18 @@ class LogLinearModel(LogLinearPreTrainedModel):
             if cache is not None and cache.offloading:
                 cache_layer.offload()
         hidden_states = self.norm_f(hidden_states)
-        if output_hidden_states:
-            all_hidden_states += (hidden_states,)
-
-        last_hidden = None
+        if all_hidden_states is not None:
+            all_hidden_states.append(hidden_states)
         if cache is not None:
-            leader = cache.layers[0]
-            last_hidden = None if padding.mask is None else leader.last_hidden()
-            leader.advance(*padding.counts(), hidden_states, step)
-        all_hidden_states = tuple(padding.scatter(x, None).reshape(*shape, -1) for x in all_hidden_states)
-        hidden_states = padding.scatter(hidden_states, last_hidden).reshape(*shape, -1)
-        output = LogLinearModelOutput(
-            last_hidden_state=hidden_states,
-            hidden_states=all_hidden_states or None,
-            **{CACHE_NAME: cache},
-        )
-        return output if return_dict else output.to_tuple()
+            cache.layers[0].advance(*padding.counts(), hidden_states, step)
+        return hidden_states
+
+    def _replays(self, cache, padding):
+        """Whether this is a step of `generate()` that may be recorded and replayed."""
+        if self.decode_graph is None or cache is None or padding.shape[1] > 1 or padding.mask is not None:
+            return False
+        leader = cache.layers[0]
+        return leader.fixed_addresses and leader.started and leader.record is None and not torch.compiler.is_compiling()
 
     def _embed(self, input_ids):
         if input_ids.dim() != 2:
@@ -683,6 +700,15 @@ class LogLinearForCausalLM(LogLinearPreTrainedModel, GenerationMixin):
 
     # ---------------------------------------------------------------------------------------------------- generation
 
+    def generate(self, *args, **kwargs):
+        """As in the library. On a GPU the decoding steps of an eager model are replayed as one CUDA graph."""
+        outer = self.backbone.decode_graph
+        self.backbone.decode_graph = DecodeGraph() if can_record(self) and self.config.backend in ("auto", "triton") else None
+        try:
+            return super().generate(*args, **kwargs)
+        finally:
+            self.backbone.decode_graph = outer
+
     @contextmanager
     def _without_position_limit(self):
         """`max_position_embeddings` limits nothing here: longer text shares the weight of the top level."""
@@ -708,6 +734,9 @@ class LogLinearForCausalLM(LogLinearPreTrainedModel, GenerationMixin):
         static = implementation is not None and "static" in implementation
         offloading = implementation is not None and "offloaded" in implementation
         cache = FenwickCache(self.config, static=static, offloading=offloading)
+        if self.backbone.decode_graph is not None and not offloading:
+            for layer in cache.layers:
+                layer.fixed_addresses = True
         if generation_config.is_assistant:
             cache.activate_past_recording()
         model_kwargs[CACHE_NAME] = cache

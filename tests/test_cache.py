@@ -41,7 +41,7 @@ KINDS = ("fenwick", "static", "DynamicCache(config)", "StaticCache(config)", "Dy
 
 def tensors_of(cache):
     return {
-        (index, name): tensor.clone() for index, layer in enumerate(cache.layers) for name, tensor in layer._tensors().items()
+        (index, name): tensor.clone() for index, layer in enumerate(cache.layers) for name, tensor in layer.tensors().items()
     }
 
 
@@ -322,7 +322,7 @@ def test_static_equals_dynamic_and_keeps_addresses():
         for piece in pieces:
             found, wanted = (MODEL(piece, past_key_values=cache, **kwargs).logits for cache in (static, dynamic))
             assert torch.allclose(found, wanted, atol=1e-6)
-        now = [tensor.data_ptr() for layer in static.layers for tensor in layer._tensors().values()]
+        now = [tensor.data_ptr() for layer in static.layers for tensor in layer.tensors().values()]
         addresses = addresses or now
         assert now == addresses
 
