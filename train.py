@@ -76,10 +76,10 @@ class ModelArguments:
 
     def __post_init__(self):
         if isinstance(self.config, str):
-            self.config = json.loads(self.config)
+            self.config = _json_or_text(self.config)
         if not isinstance(self.config, dict | None):
             raise ValueError(f"config={self.config!r} must be a JSON object of configuration fields.")
-        if self.vocab_size < SMALLEST_VOCABULARY:
+        if not isinstance(self.vocab_size, int) or self.vocab_size < SMALLEST_VOCABULARY:
             raise ValueError(f"vocab_size={self.vocab_size} must be at least {SMALLEST_VOCABULARY} (all bytes).")
 
     def config_fields(self) -> dict:
@@ -118,7 +118,7 @@ class DataArguments:
     preprocessing_num_workers: int | None = field(default=None, metadata={"help": "Processes that tokenize."})
 
     def __post_init__(self):
-        if self.block_size < 2:
+        if not isinstance(self.block_size, int) or self.block_size < 2:
             raise ValueError(f"block_size={self.block_size} must be at least 2 (a token and the one it predicts).")
 
 

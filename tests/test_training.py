@@ -114,6 +114,7 @@ def test_command_line_wins_over_the_preset(tmp_path):
         ("[]", "must be a JSON object"),
         ('{"model": ', "is not a JSON file"),
         ('{"training": {"learning_rate": "fast"}}', "learning_rate"),
+        ('{"data": {"block_size": 2.5}}', "block_size=2.5 must be"),
     ],
 )  # fmt: skip
 def test_wrong_presets_are_named(tmp_path, preset, message, capsys):
@@ -131,6 +132,7 @@ def test_wrong_presets_are_named(tmp_path, preset, message, capsys):
         (["--blocksize", "3"], "Unknown argument '--blocksize'; did you mean .*--block_size"),
         (["--block_size", "1"], "block_size=1 must be at least 2"),
         (["--vocab_size", "200"], "vocab_size=200 must be at least 258"),
+        (["--config", "{hidden_size: 3}"], "config='{hidden_size: 3}' must be a JSON object"),
         (["--config_overrides", "hidden_size"], "config_overrides='hidden_size' must read name=value"),
         (["--config_overrides", "hidden_sise=3"], "'hidden_sise' is no field .* did you mean 'hidden_size'"),
         (["--config_overrides", "vocab_size=280"], "vocab_size=280 of the model is below the tokenizer's"),
@@ -172,8 +174,7 @@ def test_an_error_is_one_line_and_exit_status_1(tmp_path, monkeypatch):
 def test_python_reference_shares_no_paragraph_between_splits():
     corpus = load_corpus()
     paragraphs = {
-        split: [part.strip() for text in rows["text"] for part in text.split("\n\n")]
-        for split, rows in corpus.splits.items()
+        split: [part.strip() for text in rows["text"] for part in text.split("\n\n")] for split, rows in corpus.splits.items()
     }
     everything = paragraphs["train"] + paragraphs["validation"]
     assert len(everything) == len(set(everything))
@@ -309,13 +310,15 @@ def test_a_run_learns_saves_samples_and_writes_its_card(tmp_path, model_type, ca
     assert f"`{model_type}` with {model.num_parameters():,} parameters" in card
     assert "python train.py" in card and "$" not in card
 
+    train.main([str(tmp_path / "tiny.json")])  # a finished run has nothing left to train and reports the same
+    again = capsys.readouterr().out
+    assert "Resuming from" in again and f"validation perplexity {perplexity:.2f}, unigram" in again
+
 
 def test_a_streamed_dataset_trains_like_a_stored_one(tmp_path, monkeypatch):
     """The Hub's answer is played by local rows; only the training split is streamed."""
     rows = {"train": SENTENCES * 3, "validation": SENTENCES[::7], "unsupervised": ["x"]}
-    stored = {
-        split: datasets.Dataset.from_dict({"text": texts, "n": [0] * len(texts)}) for split, texts in rows.items()
-    }
+    stored = {split: datasets.Dataset.from_dict({"text": texts, "n": [0] * len(texts)}) for split, texts in rows.items()}
 
     def from_hub(dataset, config, streaming):
         assert (dataset, config) == ("owner/name", "small")
@@ -365,9 +368,7 @@ def test_a_killed_run_resumes_to_the_same_losses(tmp_path):
             process.send_signal(signal.SIGKILL)
     assert process.returncode == -signal.SIGKILL
 
-    reached = max(
-        int(path.parent.name.split("-")[1]) for path in tmp_path.glob("killed/checkpoint-*/trainer_state.json")
-    )
+    reached = max(int(path.parent.name.split("-")[1]) for path in tmp_path.glob("killed/checkpoint-*/trainer_state.json"))
     (tmp_path / "killed" / f"checkpoint-{reached + 100}").mkdir()
     end = ["--max_steps", str(reached + 6)]
     train.main([str(preset), "--output_dir", str(tmp_path / "killed"), *end])
