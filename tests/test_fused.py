@@ -8,7 +8,6 @@ import torch
 from modeling_loglinear import FenwickCache, LogLinearConfig, LogLinearForCausalLM
 from modeling_loglinear.modeling_loglinear import LogLinearGatedRMSNorm, LogLinearLambdaHead, LogLinearMixer, LogLinearRMSNorm
 
-
 fused = pytest.importorskip("modeling_loglinear.fused_loglinear", reason="Triton is not installed")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
