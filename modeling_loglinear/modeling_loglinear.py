@@ -469,7 +469,7 @@ class LogLinearModel(LogLinearPreTrainedModel):
         positions = _packed_positions(cu_seqlens, hidden_states.shape[1])
         step, span = self._cache_positions(cache, padding, hidden_states.device)
         layout = TokenLayout(padding.lengths, cu_seqlens, positions, step, span)
-        for index, block in enumerate(self.layers):
+        for index, block in enumerate(self.layers[: self.config.num_hidden_layers]):  # fewer in a draft that exits early
             if all_hidden_states is not None:
                 all_hidden_states.append(hidden_states)
             cache_layer = None if cache is None else cache.layers[index]
@@ -741,8 +741,10 @@ class LogLinearForCausalLM(LogLinearPreTrainedModel, GenerationMixin):
             cache.activate_past_recording()
         model_kwargs[CACHE_NAME] = cache
 
-    def prepare_inputs_for_generation(self, input_ids, is_first_iteration=False, **kwargs):
-        inputs = super().prepare_inputs_for_generation(input_ids, is_first_iteration=is_first_iteration, **kwargs)
+    def prepare_inputs_for_generation(self, input_ids, inputs_embeds=None, is_first_iteration=False, **kwargs):
+        inputs = super().prepare_inputs_for_generation(
+            input_ids, inputs_embeds=inputs_embeds, is_first_iteration=is_first_iteration, **kwargs
+        )
         mask = inputs.get("attention_mask")
         if mask is not None:
             layers = getattr(inputs.get(CACHE_NAME), "layers", None)
