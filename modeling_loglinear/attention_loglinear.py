@@ -275,7 +275,7 @@ def _check_state(state, num_seqs, query, value, level_weights, chunk_size):
 
 
 def _use_triton(backend, query, value, level_weights, chunk_size):
-    if backend not in ("auto", "triton"):
+    if backend not in ("auto", "triton") or (backend == "auto" and not query.is_cuda):
         return False
     supported = triton_is_supported is not None and triton_is_supported(query, value, level_weights, chunk_size)
     if backend == "triton" and not supported:
@@ -284,7 +284,7 @@ def _use_triton(backend, query, value, level_weights, chunk_size):
             f"query {list(query.shape)} {query.dtype} on {query.device}, value {list(value.shape)} and chunk size {chunk_size}, "
             "or Triton is not installed; use 'auto' or 'torch'."
         )
-    return supported and (backend == "triton" or query.is_cuda)
+    return supported
 
 
 def _choose_tree(backend, query, value, level_weights, chunk_size):
