@@ -6,6 +6,7 @@ lambda that the input decides (arXiv 2605.06946).
 """
 
 import math
+import os
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import NamedTuple
@@ -94,11 +95,15 @@ def use_fused(x):
     )
 
 
+def at_least_float32(x):
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def rms_norm(x, eps):
     """x / sqrt(mean(x^2) + eps) over the last dimension."""
     if x.is_cuda:
         return F.rms_norm(x, x.shape[-1:], eps=eps)  # one kernel; on a CPU the same call is slower than its parts
-    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return x * (x.square().sum(-1, keepdim=True) * (1 / x.shape[-1]) + eps).rsqrt()
 
 
 class LogLinearRMSNorm(nn.Module):
@@ -112,7 +117,7 @@ class LogLinearRMSNorm(nn.Module):
     def forward(self, hidden_states):
         if use_fused(hidden_states):
             return fused_rms_norm(hidden_states, self.weight, self.variance_epsilon)
-        normed = rms_norm(hidden_states.float(), self.variance_epsilon)
+        normed = rms_norm(at_least_float32(hidden_states), self.variance_epsilon)
         return self.weight * normed.to(self.weight.dtype)
 
 
@@ -131,7 +136,7 @@ class LogLinearGatedRMSNorm(nn.Module):
             y, x = hidden_states.flatten(-2), values.flatten(-2)
             return fused_gated_norm(y, x, gate, skip, self.weight, self.num_groups, self.variance_epsilon)
         hidden_states = torch.addcmul(hidden_states, skip.to(hidden_states.dtype)[:, None], values).flatten(-2)
-        gated = hidden_states.float() * F.silu(gate.float())
+        gated = at_least_float32(hidden_states) * F.silu(at_least_float32(gate))
         grouped = gated.unflatten(-1, (self.num_groups, -1))  # [B, T, G, H * P / G]
         normed = rms_norm(grouped, self.variance_epsilon).flatten(-2)
         return self.weight * normed.to(self.weight.dtype)
@@ -177,6 +182,8 @@ class LogLinearMixer(nn.Module):
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
+        self.lambda_mode, self.hidden_act = config.lambda_mode, config.hidden_act
+        self.time_step_limit = config.time_step_limit
         self.num_heads, self.head_dim = config.num_heads, config.head_dim
         self.num_groups, self.state_size = config.n_groups, config.state_size
         self.num_levels, self.chunk_size = config.num_levels, config.chunk_size
@@ -184,6 +191,7 @@ class LogLinearMixer(nn.Module):
         self.act = ACT2FN[config.hidden_act]
 
         self.split_sizes = [config.intermediate_size, config.conv_dim, config.num_heads]  # z, (x, B, C), dt
+        self.qkv_sizes = [config.intermediate_size, *[config.n_groups * config.state_size] * 2]  # x, B, C
         self.in_proj = nn.Linear(config.hidden_size, sum(self.split_sizes), bias=config.use_bias)
         self.conv1d = nn.Conv1d(
             config.conv_dim,
@@ -205,7 +213,7 @@ class LogLinearMixer(nn.Module):
     @force_accelerate_hooks("conv1d")
     def forward(self, hidden_states, cache_layer=None, layout: TokenLayout = TokenLayout()):
         """hidden_states [B, T, D] -> [B, T, D]; writes its tokens to `cache_layer` if there is one."""
-        gate, conv_inputs, dt = self.in_proj(hidden_states).split(self.split_sizes, dim=-1)
+        gate, conv_inputs, dt = torch.split_with_sizes(self.in_proj(hidden_states), self.split_sizes, -1)
         level_weights = self.level_weights(hidden_states)  # [B, T, H, L]
         if cache_layer is not None:
             sizes = (self.num_groups, self.num_heads, self.state_size, self.head_dim, self.num_levels, self.chunk_size)
@@ -223,13 +231,13 @@ class LogLinearMixer(nn.Module):
 
     def level_weights(self, hidden_states):
         """lambda of every token, head and level: [B, T, D] -> [B, T, H, L]."""
-        if self.config.lambda_mode == "fixed":
+        if self.lambda_mode == "fixed":
             return hidden_states.new_ones(1).expand(*hidden_states.shape[:2], self.num_heads, self.num_levels)
         return self.lambda_head(self.lambda_proj(hidden_states).unflatten(-1, (self.num_heads, self.num_levels)))
 
     def time_step(self, dt, values):
         """g = -exp(A_log) * s and v = s * x with s = clamp(softplus(dt + dt_bias)): [B, T, H] and [B, T, H, P]."""
-        limits = self.config.time_step_limit
+        limits = self.time_step_limit
         if use_fused(values):
             return fused_time_step(dt, self.dt_bias, self.A_log, values, limits)
         dtype = torch.promote_types(values.dtype, torch.float32)
@@ -240,11 +248,11 @@ class LogLinearMixer(nn.Module):
 
     def convolved(self, conv_inputs, cache_layer, layout):
         """Causal convolution and activation: [B, T, conv_dim] -> query, key [B, T, G, N], values [B, T, H, P]."""
-        if self.config.hidden_act == "silu" and layout.positions is None and use_fused(conv_inputs):
+        if self.hidden_act == "silu" and layout.positions is None and use_fused(conv_inputs):
             mixed = self._fused_convolution(conv_inputs, cache_layer, layout)
         else:
             mixed = self.act(self._convolution(conv_inputs, cache_layer, layout))
-        values, key, query = mixed.split([self.num_heads * self.head_dim, *[self.num_groups * self.state_size] * 2], dim=-1)
+        values, key, query = torch.split_with_sizes(mixed, self.qkv_sizes, -1)
         groups = (self.num_groups, self.state_size)
         return (
             query.unflatten(-1, groups),
@@ -255,7 +263,7 @@ class LogLinearMixer(nn.Module):
     def _fused_convolution(self, conv_inputs, cache_layer, layout):
         past = {}
         if cache_layer is not None and cache_layer.started:
-            past = {"ring": cache_layer.conv_ring, "lengths": cache_layer.leader.lengths}
+            past = {"ring": cache_layer.conv_ring, "lengths": cache_layer.state.lengths}
         if layout.step is not None:
             past |= {"active": layout.step.active, "step": True}
         return fused_convolution(conv_inputs, self.conv1d.weight, self.conv1d.bias, **past)
@@ -433,6 +441,10 @@ class LogLinearModel(LogLinearPreTrainedModel):
         cache = _one_cache(cache, past_key_values, cache_params)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Pass exactly one of `input_ids` and `inputs_embeds`.")
+        if inputs_embeds is not None and (inputs_embeds.dim() != 3 or inputs_embeds.shape[2] != self.config.hidden_size):
+            raise ValueError(
+                f"`inputs_embeds` must be [B, T, {self.config.hidden_size}], but has the shape {list(inputs_embeds.shape)}."
+            )
         hidden_states = self._embed(input_ids) if inputs_embeds is None else inputs_embeds
         shape = hidden_states.shape[:2]
         if 0 in shape:
@@ -443,7 +455,7 @@ class LogLinearModel(LogLinearPreTrainedModel):
         cache = self._prepare_cache(cache, shape[0]) if use_cache else None
         if cu_seqlens is not None:
             hidden_states = hidden_states.flatten(0, 1)[None]
-        padding = _Padding(attention_mask, shape)
+        padding = _Padding(attention_mask, shape, hidden_states.device, has_past=cache is not None and cache.layers[0].started)
         all_hidden_states = [] if output_hidden_states else None
         compact = padding.compact(hidden_states)
         last_hidden = None if cache is None or padding.mask is None else cache.layers[0].last_hidden()
@@ -452,7 +464,9 @@ class LogLinearModel(LogLinearPreTrainedModel):
         else:
             hidden_states = self._run(compact, cache, padding, cu_seqlens, all_hidden_states)
         if output_hidden_states:
-            all_hidden_states = tuple(padding.scatter(x, None).reshape(*shape, -1) for x in all_hidden_states)
+            all_hidden_states = tuple(
+                padding.scatter(x.to(padding.device), None).reshape(*shape, -1) for x in all_hidden_states
+            )
         hidden_states = padding.scatter(hidden_states, last_hidden).reshape(*shape, -1)
         output = LogLinearModelOutput(
             last_hidden_state=hidden_states,
@@ -478,7 +492,7 @@ class LogLinearModel(LogLinearPreTrainedModel):
             hidden_states = block(hidden_states, cache_layer, layout)
             if cache is not None and cache.offloading:
                 cache_layer.offload()
-        hidden_states = self.norm_f(hidden_states)
+        hidden_states = self.norm_f(hidden_states).to(padding.device)  # the layers may live on several
         if all_hidden_states is not None:
             all_hidden_states.append(hidden_states)
         if cache is not None:
@@ -509,9 +523,14 @@ class LogLinearModel(LogLinearPreTrainedModel):
             if cache is not None:
                 raise ValueError("Packed sequences cannot be cached: pass a batch of rows, or no `cache`.")
             return False
+        checkpointing = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
+        if cache is not None:
+            if checkpointing:
+                raise ValueError("A `cache` does not go with gradient checkpointing, which would run every layer on it twice.")
+            return True
         if use_cache is None:
-            use_cache = cache is not None or (self.config.use_cache and not self.training)
-        if use_cache and self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+            use_cache = self.config.use_cache and not self.training
+        if use_cache and checkpointing:
             logger.warning_once("`use_cache=True` does not go with gradient checkpointing. Setting `use_cache=False`.")
             return False
         return use_cache
@@ -564,6 +583,8 @@ def _one_cache(*caches):
 def _packed_borders(shape, attention_mask, cache, position_ids, cu_seq_lens_q, seq_idx):
     """Borders of packed sequences in the flattened tokens, [num_seqs + 1], or None for ordinary rows."""
     B, T = shape
+    if attention_mask is not None and (cu_seq_lens_q is not None or seq_idx is not None):
+        raise ValueError("`attention_mask` does not go with packed sequences, which have no padding: pass none.")
     if cu_seq_lens_q is not None:
         if B != 1:
             raise ValueError(f"`cu_seq_lens_q` needs one packed row, but the batch has {B} rows.")
@@ -590,9 +611,9 @@ def _packed_positions(cu_seqlens, num_tokens):
 class _Padding:
     """Moves the real tokens of every row to its front and back again, so that no layer has to know about padding."""
 
-    def __init__(self, attention_mask, shape):
-        self.shape = shape
-        self.mask = self._real(attention_mask, shape)
+    def __init__(self, attention_mask, shape, device, has_past):
+        self.shape, self.device = shape, device
+        self.mask = self._real(attention_mask, shape, device, has_past)
         self.lengths = None
         if self.mask is not None:
             self.lengths = self.mask.sum(1)
@@ -600,17 +621,18 @@ class _Padding:
             self.last_real = self.mask.cumsum(1) - 1  # [B, T] the token's place in `order`, or that of the real one before
 
     @staticmethod
-    def _real(attention_mask, shape):
-        """[B, T] bool, or None where it is known that all tokens are real."""
+    def _real(attention_mask, shape, device, has_past):
+        """[B, T] bool, or None where it is known that all tokens are real; with a past, the mask may begin with its columns."""
         if attention_mask is None:
             return None
         B, T = shape
-        if attention_mask.dim() != 2 or attention_mask.shape[0] != B or attention_mask.shape[1] < T:
+        columns = attention_mask.shape[-1]
+        if attention_mask.shape != (B, columns) or columns < T or (columns > T and not has_past):
             raise ValueError(
-                f"`attention_mask` must be [B, T] or [B, past + T] with B, T = {B}, {T}, but has the shape "
-                f"{list(attention_mask.shape)}."
+                f"`attention_mask` must be [B, T] or, after a past, [B, past + T] with B, T = {B}, {T}, but has the "
+                f"shape {list(attention_mask.shape)}."
             )
-        mask = attention_mask[:, -T:] != 0
+        mask = attention_mask[:, -T:].to(device) != 0
         readable = mask.device.type == "cpu" and not torch.compiler.is_compiling()
         return None if readable and mask.all() else mask
 
@@ -776,7 +798,7 @@ class LogLinearForCausalLM(LogLinearPreTrainedModel, GenerationMixin):
         """A LogLinear model that computes what a Mamba-2 model computes, to be trained further.
 
         Args:
-            model (`Mamba2ForCausalLM` or `str`): the model, or the path or Hub name of one.
+            model (`Mamba2ForCausalLM`, `str` or `os.PathLike`): the model, or the path or Hub name of one.
             lambda_mode (`str`, defaults to `"mlp_softplus"`): one of `"mlp_softplus"` (bias ln(e - 1), so that lambda = 1) and
                 `"fixed"`; the other modes cannot start at lambda = 1.
             kwargs: further fields of [`LogLinearConfig`], for example `max_position_embeddings`.
@@ -788,7 +810,7 @@ class LogLinearForCausalLM(LogLinearPreTrainedModel, GenerationMixin):
             raise ValueError(
                 f"`lambda_mode` is {lambda_mode!r}, but must be 'mlp_softplus' or 'fixed': no other can start at lambda = 1."
             )
-        if isinstance(model, str):
+        if isinstance(model, (str, os.PathLike)):
             from transformers import Mamba2ForCausalLM
 
             model = Mamba2ForCausalLM.from_pretrained(model)
