@@ -763,14 +763,20 @@ class LogLinearForCausalLM(LogLinearPreTrainedModel, GenerationMixin):
             cache.activate_past_recording()
         model_kwargs[CACHE_NAME] = cache
 
-    def prepare_inputs_for_generation(self, input_ids, inputs_embeds=None, is_first_iteration=False, **kwargs):
+    def _prefill(self, input_ids, generation_config, model_kwargs, *args, **kwargs):
+        model_kwargs = model_kwargs | {"is_prompt": True}  # for `prepare_inputs_for_generation`
+        return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
+
+    def prepare_inputs_for_generation(
+        self, input_ids, inputs_embeds=None, is_first_iteration=False, is_prompt=False, **kwargs
+    ):
         inputs = super().prepare_inputs_for_generation(
             input_ids, inputs_embeds=inputs_embeds, is_first_iteration=is_first_iteration, **kwargs
         )
         mask = inputs.get("attention_mask")
         if mask is not None:
             layers = getattr(inputs.get(CACHE_NAME), "layers", None)
-            continuing = bool(layers) and getattr(layers[0], "started", False) and not is_first_iteration
+            continuing = bool(layers) and getattr(layers[0], "started", False) and not (is_first_iteration or is_prompt)
             tokens = inputs["input_ids"] if inputs.get("inputs_embeds") is None else inputs["inputs_embeds"]
             # The last columns count, and a generated token is always real.
             inputs["attention_mask"] = None if continuing else mask[:, -tokens.shape[1] :]
