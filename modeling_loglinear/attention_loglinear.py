@@ -301,8 +301,11 @@ def full_precision(device: torch.device):
 
 
 def bit_length(number: torch.Tensor) -> torch.Tensor:
-    """`int.bit_length` of every element of an integer tensor of values from 0 to 2**53."""
-    return torch.frexp(number.double()).exponent.long()
+    """`int.bit_length` of every element of an integer tensor of values >= 0.
+
+    The exponent of a float that keeps the first bit and none beside it, so that it cannot round up to the next power of two.
+    """
+    return torch.frexp((number & ~(number >> 1)).float()).exponent.long()
 
 
 def _reference(query, key, value, log_decay, level_weights, C, initial_state, return_final_state, lengths, cu_seqlens):
@@ -408,6 +411,20 @@ def _blocks(chunks: int, num_levels: int) -> dict[int, tuple[int, int]]:
 # -------------------------------------------------------------------------------------------- states around the tree
 
 
+def _on(positions, here, device, make):
+    """`positions` on `device`: themselves if they are there, else what `make` gives for a function that moves tensors."""
+
+    def move(x):
+        return tuple(map(move, x)) if isinstance(x, tuple) else None if x is None else x.to(device)
+
+    device = torch.device(device)
+    if device == here:
+        return positions
+    if device not in positions.elsewhere:
+        positions.elsewhere[device] = make(move)
+    return positions.elsewhere[device]
+
+
 class SpanPositions:
     """What a call of many tokens derives from counters and lengths alone: the same for all layers of a model, so made once.
 
@@ -421,6 +438,8 @@ class SpanPositions:
 
     def __init__(self, shape, chunk_size, device, counters=None, lengths=None, cu_seqlens=None):
         B, T = shape
+        self.arguments = shape, chunk_size, device, counters, lengths, cu_seqlens
+        self.elsewhere = {}
         self.chunk_size, self.lengths, self.cu_seqlens = chunk_size, lengths, cu_seqlens
         if cu_seqlens is not None:
             self.new_tokens, self.new_starts = cu_seqlens.diff().long(), cu_seqlens[:-1].long()
@@ -434,6 +453,11 @@ class SpanPositions:
         self.extension = None
         if counters is not None:
             self.extension = _Extension(*counters, self.new_tokens, self.new_starts, shape, chunk_size, cu_seqlens is not None)
+
+    def to(self, device, non_blocking=False):
+        """The same on another device, made once: by this name accelerate moves what it passes to a layer elsewhere."""
+        shape, chunk_size, here, *tensors = self.arguments
+        return _on(self, here, device, lambda move: SpanPositions(shape, chunk_size, device, *map(move, tensors)))
 
     def update(self, ring, tokens):
         """The newest tokens [B, T, ...] of every sequence in its ring [num_seqs, 2C, ...]; None: an empty one."""
@@ -812,6 +836,14 @@ class StepPositions:
         self.row = torch.arange(len(lengths), device=lengths.device) * 2 * chunk_size  # [B] first slot of every ring
         self.slot = self.row + lengths % (2 * chunk_size)  # [B] in the rings of all rows together
         self._window = self._tables = None
+        self.elsewhere = {}
+
+    def to(self, device, non_blocking=False):
+        """The same on another device, made once: by this name accelerate moves what it passes to a layer elsewhere."""
+        return _on(
+            self, self.lengths.device, device,
+            lambda move: StepPositions(move(self.lengths), move(self.merged_chunks), self.chunk_size, move(self.active)),
+        )  # fmt: skip
 
     def write(self, ring, token):
         """Puts token [B, ...] into the slot of its position in ring [B, 2C, ...], in place."""

@@ -117,7 +117,9 @@ class FenwickLayer(CacheLayerMixin):
         """The state of this layer's attention; `None` before the first forward pass."""
         if self.key is None:
             return None
-        return LogLinearState(self.key, self.value, self.log_decay, self.levels, self.leader.merged_chunks, self.leader.lengths)
+        # The leader may live on another device.
+        counters = (x.to(self.device) for x in (self.leader.merged_chunks, self.leader.lengths))
+        return LogLinearState(self.key, self.value, self.log_decay, self.levels, *counters)
 
     @property
     def started(self) -> bool:
@@ -188,7 +190,7 @@ class FenwickLayer(CacheLayerMixin):
     def conv_window(self, width: int) -> torch.Tensor:
         """The convolution inputs before the next token: [B, width, conv_dim], zeros before the first token."""
         R = self.conv_ring.shape[1]
-        slot = (self.leader.lengths[:, None] + torch.arange(-width, 0, device=self.conv_ring.device)) % R
+        slot = (self.state.lengths[:, None] + torch.arange(-width, 0, device=self.conv_ring.device)) % R
         return self.conv_ring.gather(1, slot[..., None].expand(-1, -1, self.conv_ring.shape[-1]))
 
     def extend(self, state: LogLinearState, conv_inputs, positions: SpanPositions, tokens) -> None:
@@ -415,6 +417,7 @@ class FenwickLayer(CacheLayerMixin):
         self.prefetch()
         state, conv_ring = record.state, record.conv_ring
         for real, (conv_inputs, (key, value, log_decay)) in zip(repeated, record.tokens):
+            real = real.to(self.device)  # the leader may live on another one
             conv_ring = ring_update(conv_ring, conv_inputs, state.lengths, real)
             weights = log_decay.new_ones(1).expand(*log_decay.shape, self.sizes.num_levels)  # nobody reads the output
             _, state = loglinear_attention(

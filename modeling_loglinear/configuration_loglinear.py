@@ -174,6 +174,8 @@ class LogLinearConfig(PreTrainedConfig):
             raise ValueError(
                 f"`time_step_min` is {self.time_step_min}, but must be at most `time_step_max` = {self.time_step_max}."
             )
+        if not 0 <= self.initializer_range < math.inf:
+            raise ValueError(f"`initializer_range` is {self.initializer_range}, but must be >= 0 and finite.")
         if not math.isfinite(self.lambda_bias_init):
             raise ValueError(f"`lambda_bias_init` is {self.lambda_bias_init}, but must be finite.")
 
