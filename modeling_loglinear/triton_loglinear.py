@@ -30,7 +30,6 @@ from typing import NamedTuple, Optional
 
 import torch
 
-
 try:
     import triton
     import triton.language as tl
@@ -40,6 +39,8 @@ except ImportError as error:  # attention_loglinear.py catches this and does wit
 
 SEGMENT = 4  # log2 of the chunks whose contributions to a node's gradient one program adds up
 MERGE_TILE = 2048  # elements of a node that one program of the elementwise kernels holds
+INTERPRETED = triton.knobs.runtime.interpret  # read once: torch.compile cannot trace the look-up
+MERGE_DEPTH = 3  # levels of the tree that one launch merges
 
 
 class Layout(NamedTuple):
@@ -145,13 +146,13 @@ def _store_weight_gradient(d_weights, level, gradient, valid, L):
 
 @triton.jit
 def _gate(cum, weights, stride, i, j, valid, L, C: tl.constexpr, LOG_C: tl.constexpr):
-    """[C, C]: decay from j to i (0 for j > i), and its product with the weight of level(i, j) = bit_length(i ^ j)."""
+    """[C, C]: decay from j to i (0 for j > i), and the weight of level(i, j) = bit_length(i ^ j)."""
     decay = tl.exp(tl.where(j <= i, tl.load(cum + i) - tl.load(cum + j), -float("inf")))
     gate = _weight(weights, LOG_C, i * stride, valid, L)
     for step in tl.static_range(LOG_C):
         level = LOG_C - 1 - step
         gate = tl.where((i ^ j) < (1 << level), _weight(weights, level, i * stride, valid, L), gate)
-    return decay, gate * decay
+    return decay, gate
 
 
 # ------------------------------------------------------------------------------------------------------------- forward
@@ -163,119 +164,93 @@ def _chunk_states(
     H, heads_per_group, N: tl.constexpr, P: tl.constexpr, C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The states of four neighbouring chunks c0 ... c3, and the nodes of levels 1 and 2 that end with c1 and c3.
+    """The states of four neighbouring chunks, each sum_j exp(decay from j to its end) k_j v_j^T, and the nodes of levels 1, 2.
 
     Grid (groups of four chunks, H, tiles of [N, P]). Reads key [4C, BLOCK_N], value [4C, BLOCK_P], log_decay [4C]. Writes tiles
     of nodes[slot, head] in four slots; the first tile also cum [4, C] and the decays of these chunks and nodes.
     """
     seq, group, token, count, slot, first, _ = _find(tl.program_id(0), grouping, layout, C)
-    chunk = ((first >> 2) + group) * 4 - first  # c0; negative if an initial state ends inside the group
-    if chunk * C >= count:
+    start = ((first >> 2) + group) * 4 - first  # negative if an initial state ends inside the group
+    if start * C >= count:
         return
     head = tl.program_id(1)
     tiles_p: tl.constexpr = P // BLOCK_P
     n = tl.program_id(2) // tiles_p * BLOCK_N + tl.arange(0, BLOCK_N)
     p = tl.program_id(2) % tiles_p * BLOCK_P + tl.arange(0, BLOCK_P)
+    is_first_tile = tl.program_id(2) == 0
+    j = tl.arange(0, C)
     dtype = nodes.dtype.element_ty
-    key += token * k_token + head // heads_per_group * k_group
-    value += token * v_token + head * v_head
-    log_decay += token * g_token + head * g_head
-    tile = n[:, None] * P + p[None, :]
-    n0 = (slot + chunk).to(tl.int64) * H + head
-    has0, has1 = chunk >= 0, (chunk + 1 >= 0) & ((chunk + 1) * C < count)
-    has2, has3 = (chunk + 2 >= 0) & ((chunk + 2) * C < count), (chunk + 3 >= 0) & ((chunk + 3) * C < count)
-    x0, d0 = _chunk_state(chunk, key, value, log_decay, cum + n0 * C, count, n, p, k_token, v_token, g_token, C, dtype, PRECISION)
-    tl.store(nodes + n0 * (N * P) + tile, x0.to(dtype), mask=has0)
-    x1, d1 = _chunk_state(
-        chunk + 1, key, value, log_decay, cum + (n0 + H) * C, count, n, p, k_token, v_token, g_token, C, dtype, PRECISION
-    )
-    if layout.first is not None:
-        left = nodes + (_node(first + chunk + 1, 0, seq, slot, first, layout) * H + head) * (N * P)
-        x0 += tl.load(left + tile, mask=has1 & (chunk < 0), other=0.0).to(tl.float32)
-    x1 += tl.exp(d1) * x0
-    tl.store(nodes + (n0 + H) * (N * P) + tile, x1.to(dtype), mask=has1)
-    x2, d2 = _chunk_state(
-        chunk + 2, key, value, log_decay, cum + (n0 + 2 * H) * C, count, n, p, k_token, v_token, g_token, C, dtype, PRECISION
-    )
-    tl.store(nodes + (n0 + 2 * H) * (N * P) + tile, x2.to(dtype), mask=has2)
-    x3, d3 = _chunk_state(
-        chunk + 3, key, value, log_decay, cum + (n0 + 3 * H) * C, count, n, p, k_token, v_token, g_token, C, dtype, PRECISION
-    )
-    if layout.first is not None:
-        left = nodes + (_node(first + chunk + 3, 0, seq, slot, first, layout) * H + head) * (N * P)
-        x2 += tl.load(left + tile, mask=has3 & (chunk + 2 < 0), other=0.0).to(tl.float32)
-        left = nodes + (_node(first + chunk + 2, 1, seq, slot, first, layout) * H + head) * (N * P)
-        x1 += tl.load(left + tile, mask=has3 & (chunk + 1 < 0), other=0.0).to(tl.float32)
-    x3 += tl.exp(d3) * x2 + tl.exp(d2 + d3) * x1
-    tl.store(nodes + (n0 + 3 * H) * (N * P) + tile, x3.to(dtype), mask=has3)
-    if tl.program_id(2) == 0:
-        tl.store(decay + n0, d0, mask=has0)
-        tl.store(decay + n0 + H, d1, mask=has1)
-        tl.store(decay + n0 + 2 * H, d2, mask=has2)
-        tl.store(decay + n0 + 3 * H, d3, mask=has3)
-        upper = decay + n0 + layout.slots * H
-        tl.store(upper + H, d0 + d1, mask=has1)
-        tl.store(upper + 3 * H, d2 + d3, mask=has3)
-        tl.store(upper + (layout.slots + 3) * H, d0 + d1 + d2 + d3, mask=has3)
+    left0 = tl.zeros((BLOCK_N, BLOCK_P), tl.float32)  # the left node of level 0, of level 1, and their decays
+    left1 = tl.zeros((BLOCK_N, BLOCK_P), tl.float32)
+    decay0 = tl.zeros((), tl.float32)
+    decay1 = tl.zeros((), tl.float32)
+    for step in range(4):
+        chunk = start + step
+        exists = (chunk >= 0) & (chunk * C < count)
+        position = chunk * C + j
+        valid = (position >= 0) & (position < count)
+        row = token + position
+        g = tl.load(log_decay + row * g_token + head * g_head, mask=valid, other=0.0)
+        k = tl.load(
+            key + row[:, None] * k_token + head // heads_per_group * k_group + n[None, :], mask=valid[:, None], other=0.0
+        )
+        v = tl.load(value + row[:, None] * v_token + head * v_head + p[None, :], mask=valid[:, None], other=0.0)
+        running = tl.cumsum(g, 0)
+        total = tl.sum(g, 0)
+        v = (v.to(tl.float32) * tl.exp(tl.minimum(total - running, 0.0))[:, None]).to(dtype)
+        state = tl.dot(tl.trans(k.to(dtype)), v, input_precision=PRECISION)
+        state += tl.where(exists & (step % 2 == 1), tl.exp(total), 0.0) * left0
+        state += tl.where(exists & (step == 3), tl.exp(total + decay0), 0.0) * left1
+        node = (slot + chunk).to(tl.int64) * H + head
+        tile = n[:, None] * P + p[None, :]
+        tl.store(nodes + node * (N * P) + tile, state.to(dtype), mask=exists)
+        tl.store(cum + node * C + j, running, mask=exists & is_first_tile)
+        tl.store(decay + node, total, mask=exists & is_first_tile)
+        pair = decay0 + total
+        tl.store(decay + layout.slots * H + node, pair, mask=exists & is_first_tile & (step % 2 == 1))
+        tl.store(decay + 2 * layout.slots * H + node, decay1 + pair, mask=exists & is_first_tile & (step == 3))
+        if layout.first is not None:
+            # An initial node takes the place of what would end with this chunk.
+            level = tl.where(step == 1, 1, 0)
+            initial = nodes + (_node(first + chunk + 1, level, seq, slot, first, layout) * H + head) * (N * P)
+            wanted = (chunk < 0) & ((first >> level) & 1 > 0)
+            state += tl.load(initial + tile, mask=wanted, other=0.0).to(tl.float32)
+        left0 = state
+        left1 = tl.where(step == 1, state, left1)
+        decay1 = tl.where(step == 1, pair, decay1)
+        decay0 = total
 
 
 @triton.jit
-def _chunk_state(
-    chunk, key, value, log_decay, cum, count, n, p, k_token, v_token, g_token,
-    C: tl.constexpr, dtype: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """(sum over a chunk's tokens j of exp(decay from j to its end) k_j v_j^T, its whole decay); stores its `cum`."""
-    j = chunk * C + tl.arange(0, C)
-    valid = (j >= 0) & (j < count)
-    g = tl.load(log_decay + j.to(tl.int64) * g_token, mask=valid, other=0.0)
-    running = tl.cumsum(g, 0)
-    total = tl.sum(g, 0)
-    tl.store(cum + tl.arange(0, C), running, mask=(chunk >= 0) & (chunk * C < count) & (tl.program_id(2) == 0))
-    k = tl.load(key + j[:, None].to(tl.int64) * k_token + n[None, :], mask=valid[:, None], other=0.0)
-    v = tl.load(value + j[:, None].to(tl.int64) * v_token + p[None, :], mask=valid[:, None], other=0.0)
-    v = (v.to(tl.float32) * tl.exp(tl.minimum(total - running, 0.0))[:, None]).to(dtype)
-    return tl.dot(tl.trans(k.to(dtype)), v, input_precision=PRECISION), total
+def _merge(
+    nodes, decay, layout, grouping, level, H, NP: tl.constexpr, C: tl.constexpr, DEPTH: tl.constexpr, TILE: tl.constexpr
+):
+    """DEPTH levels of sibling merges, in place: parent = exp(decay of the right node) * left + right, in the right one's slot.
 
-
-@triton.jit
-def _merge(nodes, decay, layout, grouping, level, H, NP: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr):
-    """Two levels of sibling merges, in place: left and right node of a level -> the parent, in the right one's slot.
-
-    Grid (groups of four nodes of `level`, H, tiles of N * P). The four end with the chunks c0 ... c3. Reads their tiles, writes
-    the nodes of level + 1 in slot c1 and of level + 2 in slot c3; the first tile also their decays. A left node that
-    ends before the sequence's first chunk is an initial one.
+    Grid (groups of 2**DEPTH nodes of `level`, H, tiles of N * P). Reads and writes the group's slots in nodes (each program its
+    own tile) and decay. A left node that ends before the sequence's first chunk is an initial one.
     """
     seq, group, _, _, slot, first, end = _find(tl.program_id(0), grouping, layout, C)
     head = tl.program_id(1)
     tile = tl.program_id(2) * TILE + tl.arange(0, TILE)
-    size = 1 << level
-    c0 = (((first >> level) >> 2) + group) * 4 * size + size - 1
-    c1, c2, c3 = c0 + size, c0 + 2 * size, c0 + 3 * size
-    has0, has1 = (c0 >= first) & (c0 < end), (c1 >= first) & (c1 < end)
-    has2, has3 = (c2 >= first) & (c2 < end), (c3 >= first) & (c3 < end)
-    if not (has1 | has3):
-        return
-    n0 = _node(c0 + 1, level, seq, slot, first, layout) * H + head
-    n1 = _node(c1 + 1, level + 1, seq, slot, first, layout) * H + head
-    n2 = _node(c2 + 1, level, seq, slot, first, layout) * H + head
-    n3 = _node(c3 + 1, level + 2, seq, slot, first, layout) * H + head
-    decays = decay + level.to(tl.int64) * layout.slots * H
-    d0 = tl.load(decays + n0, mask=has0, other=0.0)
-    d1 = tl.load(decays + n1, mask=has1, other=0.0)
-    d2 = tl.load(decays + n2, mask=has2, other=0.0)
-    d3 = tl.load(decays + n3, mask=has3, other=0.0)
-    x0 = tl.load(nodes + n0 * NP + tile, mask=has1, other=0.0).to(tl.float32)
-    x1 = tl.load(nodes + n1 * NP + tile, mask=has1 | has3, other=0.0).to(tl.float32)
-    x2 = tl.load(nodes + n2 * NP + tile, mask=has3, other=0.0).to(tl.float32)
-    x3 = tl.load(nodes + n3 * NP + tile, mask=has3, other=0.0).to(tl.float32)
-    x1 += tl.exp(d1) * x0
-    x3 += tl.exp(d3) * x2 + tl.exp(d2 + d3) * x1
-    tl.store(nodes + n1 * NP + tile, x1.to(nodes.dtype.element_ty), mask=has1)
-    tl.store(nodes + n3 * NP + tile, x3.to(nodes.dtype.element_ty), mask=has3)
-    if tl.program_id(2) == 0:
-        tl.store(decays + layout.slots * H + n1, d0 + d1, mask=has1)
-        tl.store(decays + layout.slots * H + n3, d2 + d3, mask=has3)
-        tl.store(decays + 2 * layout.slots * H + n3, d0 + d1 + d2 + d3, mask=has3)
+    start = (((first >> level) >> DEPTH) + group) << (level + DEPTH)
+    for step in tl.static_range(DEPTH):
+        for pair in range(1 << (DEPTH - 1 - step)):
+            below = level + step
+            middle = start + ((2 * pair + 1) << below)
+            right_end = middle + (1 << below)
+            if (right_end > first) & (right_end <= end):
+                left = _node(middle, below, seq, slot, first, layout) * H + head
+                right = _node(right_end, below, seq, slot, first, layout) * H + head
+                of_level = decay + below.to(tl.int64) * layout.slots * H
+                right_decay = tl.load(of_level + right)
+                left_decay = tl.load(of_level + left, mask=middle > first, other=0.0)
+                x = tl.exp(right_decay) * tl.load(nodes + left * NP + tile).to(tl.float32)
+                x += tl.load(nodes + right * NP + tile).to(tl.float32)
+                tl.store(nodes + right * NP + tile, x.to(nodes.dtype.element_ty))
+                # Every tile reads all decays, so each writes the same value to the level above.
+                tl.store(of_level + layout.slots * H + right, left_decay + right_decay)
+        tl.debug_barrier()  # the next step reads what this one wrote
 
 
 @triton.jit
@@ -306,8 +281,8 @@ def _output(
         here = (slot + chunk).to(tl.int64) * H + head
         lam = weights + token * w_token + head * w_head
         v = tl.load(value + (token + i) * v_token + head * v_head + p[None, :], mask=valid, other=0.0).to(dtype)
-        _, gate = _gate(cum + here * C, lam, w_token, i, j, valid, L, C, LOG_C)
-        out = tl.dot((scores * gate).to(dtype), v, input_precision=PRECISION)
+        within, gate = _gate(cum + here * C, lam, w_token, i, j, valid, L, C, LOG_C)
+        out = tl.dot((scores * within * gate).to(dtype), v, input_precision=PRECISION)
         since_start = tl.load(cum + here * C + i)
         gap = tl.zeros((), tl.float32)
         left = first + chunk
@@ -404,8 +379,8 @@ def _query_gradient(
         v = tl.load(value + (token + i) * v_token + head * v_head + p[None, :], mask=valid, other=0.0).to(dtype)
         do = tl.load(d_output + (token + i) * o_token + head * o_head + p[None, :], mask=valid, other=0.0).to(dtype)
         within, gate = _gate(cum + here * C, lam, w_token, i, j, valid, L, C, LOG_C)
-        d_scores = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-        d_gate = d_scores * scores * within
+        d_scores = tl.dot(do, tl.trans(v), input_precision=PRECISION) * within
+        d_gate = d_scores * scores
         dq = tl.dot((d_scores * gate).to(dtype), k, dq, input_precision=PRECISION)
         d_lam = d_weights + ((token + i) * H + head) * L
         row_sum = tl.zeros((C, 1), tl.float32)
@@ -413,7 +388,8 @@ def _query_gradient(
         for inner in tl.static_range(LOG_C + 1):
             of_level = ((i ^ j) < (1 << inner)) & ((i ^ j) >= (1 << inner) // 2)
             d_inner = tl.sum(tl.where(of_level, d_gate, 0.0), 1)[:, None]
-            row_sum += d_inner * _weight(lam, inner, i * w_token, valid, L)
+            if inner > 0:  # a token's own pair does not depend on any decay
+                row_sum += d_inner * _weight(lam, inner, i * w_token, valid, L)
             d_top += _store_weight_gradient(d_lam, inner, d_inner, valid, L)
         since_start = tl.load(cum + here * C + i)
         gap = tl.zeros((), tl.float32)
@@ -451,8 +427,8 @@ def _node_gradient(
     """The gradient of nodes by the outputs that read them: sums over the chunks of the right sibling.
 
     Grid (segments of 2**SEGMENT chunks, LEVELS, H * tiles of [N, P]). A program takes the chunks of its segment whose index has
-    the bit `level`. Reads of each query [C, BLOCK_N], d_output [C, BLOCK_P], weights [C], cum [C]. Up to level SEGMENT the segment
-    holds whole siblings: writes tiles of d_nodes, and span (the gradient of the node's decay, by later gaps). Above, the whole
+    the bit `level`. Reads of each query [C, BLOCK_N], d_output [C, BLOCK_P], weights [C], cum [C]. Up to level SEGMENT the
+    segment holds whole siblings: writes tiles of d_nodes, and span (the gradient of the node's decay, by later gaps). Above, the whole
     segment is one part of a sibling: writes parts[segment, level - SEGMENT - 1, head] and part_spans.
     """
     seq, group, token, count, slot, first, end = _find(tl.program_id(0), grouping, layout, C)
@@ -613,63 +589,36 @@ def _final_levels_gradient(
 
 @triton.jit
 def _split(
-    nodes, decay, d_nodes, span, span_stride, layout, grouping, level, H, NP: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr
-):
-    """Two levels of `_merge` backwards, in place: a parent's gradient flows to its children, that of its decay as well.
+    nodes, decay, d_nodes, span, span_stride, layout, grouping, level, H,
+    NP: tl.constexpr, C: tl.constexpr, DEPTH: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """DEPTH levels of `_merge` backwards, in place: a parent's gradient flows to its children, that of its decay as well.
 
-    Grid (groups of four nodes of `level`, H, tiles of N * P). Reads the left nodes and the gradients of all; the gradient of the
-    parent, in slot c3, is already that of the right child. Writes d_nodes of c0, c1, c2 and span[tile] of c0 ... c3.
+    Grid (groups of 2**DEPTH nodes of `level`, H, tiles of N * P). Reads the left nodes; the gradient of a parent stands in the
+    slot of its right child, whose gradient it also is. Adds to d_nodes of the left children and to span[tile] of both.
     """
     seq, group, _, _, slot, first, end = _find(tl.program_id(0), grouping, layout, C)
     head = tl.program_id(1)
     tile = tl.program_id(2) * TILE + tl.arange(0, TILE)
-    size = 1 << level
-    c0 = (((first >> level) >> 2) + group) * 4 * size + size - 1
-    c1, c2, c3 = c0 + size, c0 + 2 * size, c0 + 3 * size
-    has0, has1 = (c0 >= first) & (c0 < end), (c1 >= first) & (c1 < end)
-    has2, has3 = (c2 >= first) & (c2 < end), (c3 >= first) & (c3 < end)
-    if not (has1 | has3):
-        return
-    n0 = _node(c0 + 1, level, seq, slot, first, layout) * H + head
-    n1 = _node(c1 + 1, level + 1, seq, slot, first, layout) * H + head
-    n2 = _node(c2 + 1, level, seq, slot, first, layout) * H + head
-    n3 = _node(c3 + 1, level + 2, seq, slot, first, layout) * H + head
-    decays = decay + level.to(tl.int64) * layout.slots * H
-    d1 = tl.load(decays + n1, mask=has1, other=0.0)
-    d2 = tl.load(decays + n2, mask=has2, other=0.0)
-    d3 = tl.load(decays + n3, mask=has3, other=0.0)
-    x0 = tl.load(nodes + n0 * NP + tile, mask=has1, other=0.0).to(tl.float32)
-    x1 = tl.load(nodes + n1 * NP + tile, mask=has3, other=0.0).to(tl.float32)
-    x2 = tl.load(nodes + n2 * NP + tile, mask=has3, other=0.0).to(tl.float32)
-    y0 = tl.load(d_nodes + n0 * NP + tile, mask=has1, other=0.0).to(tl.float32)
-    y1 = tl.load(d_nodes + n1 * NP + tile, mask=has1 | has3, other=0.0).to(tl.float32)
-    y2 = tl.load(d_nodes + n2 * NP + tile, mask=has3, other=0.0).to(tl.float32)
-    y3 = tl.load(d_nodes + n3 * NP + tile, mask=has3, other=0.0).to(tl.float32)
-    across = tl.exp(d2 + d3) * y3
-    y1 += across
-    beside = tl.exp(d3) * y3
-    y2 += beside
-    below = tl.where(has1, tl.exp(d1) * y1, 0.0)
-    y0 += below
-    dtype = d_nodes.dtype.element_ty
-    tl.store(d_nodes + n0 * NP + tile, y0.to(dtype), mask=has1)
-    tl.store(d_nodes + n1 * NP + tile, y1.to(dtype), mask=has3)
-    tl.store(d_nodes + n2 * NP + tile, y2.to(dtype), mask=has3)
     span += tl.program_id(2) * span_stride
-    s0 = tl.load(span + n0, mask=has0, other=0.0)
-    s1 = tl.load(span + n1, mask=has1, other=0.0)
-    s2 = tl.load(span + n2, mask=has2, other=0.0)
-    s3 = tl.load(span + n3, mask=has3, other=0.0)
-    s1 += s3
-    s3 += tl.sum(across * x1)
-    s0 += s1
-    s2 += s3
-    s1 += tl.sum(below * x0)
-    s3 += tl.sum(beside * x2)
-    tl.store(span + n0, s0, mask=has0 & has1)
-    tl.store(span + n1, s1, mask=has1)
-    tl.store(span + n2, s2, mask=has2 & has3)
-    tl.store(span + n3, s3, mask=has3)
+    start = (((first >> level) >> DEPTH) + group) << (level + DEPTH)
+    for step in tl.static_range(DEPTH):
+        for pair in range(1 << step):
+            below = level + DEPTH - 1 - step
+            middle = start + ((2 * pair + 1) << below)
+            right_end = middle + (1 << below)
+            if (right_end > first) & (right_end <= end):
+                left = _node(middle, below, seq, slot, first, layout) * H + head
+                right = _node(right_end, below, seq, slot, first, layout) * H + head
+                kept = tl.exp(tl.load(decay + below.to(tl.int64) * layout.slots * H + right))
+                flow = kept * tl.load(d_nodes + right * NP + tile).to(tl.float32)
+                d_left = tl.load(d_nodes + left * NP + tile).to(tl.float32) + flow
+                tl.store(d_nodes + left * NP + tile, d_left.to(d_nodes.dtype.element_ty))
+                through = tl.sum(flow * tl.load(nodes + left * NP + tile).to(tl.float32))
+                parent = tl.load(span + right)
+                tl.store(span + left, tl.load(span + left) + parent, mask=middle > first)
+                tl.store(span + right, parent + through)
+        tl.debug_barrier()  # the next step reads what this one wrote
 
 
 @triton.jit
@@ -711,9 +660,10 @@ def _key_gradient(
         to_state = (v.to(tl.float32) * to_end).to(dtype)
         dk = tl.dot(to_state, tl.trans(state), dk, input_precision=PRECISION)
         lam = weights + token * w_token + head * w_head
-        _, gate = _gate(cum + here * C, lam, w_token, i, j, valid, L, C, LOG_C)
+        within, gate = _gate(cum + here * C, lam, w_token, i, j, valid, L, C, LOG_C)
+        gate *= within
         d_scores = tl.dot(do, tl.trans(v), input_precision=PRECISION) * gate
-        column = tl.sum(d_scores * scores, 0)
+        column = tl.sum(tl.where(i == j, 0.0, d_scores * scores), 0)  # without a token's own pair, as in row_sums
         dk = tl.dot(tl.trans(d_scores.to(dtype)), q, dk, input_precision=PRECISION)
         dv = tl.dot(tl.trans((scores * gate).to(dtype)), do, dv, input_precision=PRECISION)
         tl.store(d_value + ((token + i) * H + head) * P + p[None, :], dv.to(d_value.dtype.element_ty), mask=valid)
@@ -740,8 +690,8 @@ def _merge_tail(
 ):  # fmt: skip
     """Turns the oldest chunk of the tail into a node, where the tail is full; else returns at once.
 
-    Grid (B, H, P / BLOCK_P). Reads the chunk's key [C, N], value [C, BLOCK_P], log_decay [C] and the occupied entries of levels;
-    writes those entries, decayed by the chunk, and the node into the first free one (all below it join the node).
+    Grid (B, H, P / BLOCK_P). Reads the chunk's key [C, N], value [C, BLOCK_P], log_decay [C] and the occupied entries of
+    levels; writes those entries, decayed by the chunk, and the node into the first free one (all below it join the node).
     """
     batch, head = tl.program_id(0), tl.program_id(1)
     chunk = tl.load(merged + batch)
@@ -784,8 +734,8 @@ def _decode(
     """One token per row: attention over the tail and the occupied levels; the token is written into the tail's free slot.
 
     Grid (B, H, P / BLOCK_P). Reads query, key [N], value [BLOCK_P], weights [L], the tail's key [2C, N], value [2C, BLOCK_P],
-    log_decay [2C] and every occupied entry [N, BLOCK_P] of levels. Writes output [BLOCK_P] and the token's slot, which no program
-    reads. The counters are those before `_merge_tail`, which this repeats.
+    log_decay [2C] and every occupied entry [N, BLOCK_P] of levels. Writes output [BLOCK_P] and the token's slot, which no
+    program reads. The counters are those before `_merge_tail`, which this repeats.
     """
     batch, head = tl.program_id(0), tl.program_id(1)
     p = tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P)
@@ -847,7 +797,8 @@ class _Call:
     """What the launches of one call share: the inputs, where things stand, block sizes, and the tree that both passes build."""
 
     def __init__(
-        self, query, key, value, log_decay, level_weights, lengths, cu_seqlens, first_chunk, initial_levels, final_chunk, chunk_size
+        self, query, key, value, log_decay, level_weights, lengths, cu_seqlens, first_chunk, initial_levels, final_chunk,
+        chunk_size,
     ):  # fmt: skip
         self.query, self.key, self.value, self.weights = map(_token_rows, (query, key, value, level_weights))
         self.log_decay = _token_rows(log_decay, dense=False)
@@ -859,15 +810,17 @@ class _Call:
         self.C = _block_size(query.dtype, self.N, self.P, chunk_size if has_state else 64)
         self.num_seqs = self.B if cu_seqlens is None else cu_seqlens.shape[0] - 1
         self.dtype = torch.bfloat16 if query.dtype == torch.bfloat16 else torch.float32  # of nodes and of dot operands
-        self.sizes = dict(N=self.N, P=self.P, C=self.C, PRECISION="tf32" if query.dtype == torch.float16 else "tf32x3")
+        precision = "tf32" if query.dtype == torch.float16 else "tf32x3"
+        self.sizes = {"N": self.N, "P": self.P, "C": self.C, "PRECISION": precision, "num_stages": 2}
         self.log_c = self.C.bit_length() - 1
-        self.tile = min(self.N * self.P, MERGE_TILE)
-        self.tiles = self.N * self.P // self.tile
+        tile = min(self.N * self.P, MERGE_TILE)
+        self.tiles = self.N * self.P // tile
+        self.elementwise = {"NP": self.N * self.P, "TILE": tile}
         self._place(lengths, cu_seqlens, first_chunk, final_chunk, chunk_size)
 
     def _place(self, lengths, cu_seqlens, first_chunk, final_chunk, chunk_size):
         """Sets layout, depth (the tree's levels that are read) and last (absolute index of the chunk after the final state)."""
-        longest = triton.cdiv(self.T, self.C)
+        longest = -(-self.T // self.C)
         skip = (chunk_size // self.C).bit_length() - 1
         kept = max(1, self.L - chunk_size.bit_length())
         first = self.last = starts = None
@@ -897,10 +850,10 @@ class _Call:
         first, per_group = self.layout.first, 1 << shift
         straddling = int(first is not None and shift > 0)
         if self.layout.cu is None:
-            per_row = triton.cdiv(self.layout.chunks, per_group) + straddling
+            per_row = -(-self.layout.chunks // per_group) + straddling
             grouping = Grouping(self.B * per_row, per_row, None, None)
         else:
-            count = triton.cdiv(self.layout.slots, per_group) + (1 + straddling) * self.num_seqs
+            count = -(-self.layout.slots // per_group) + (1 + straddling) * self.num_seqs
             first = 0 if first is None else first
             groups = ((first + self.chunk_counts + per_group - 1) >> shift) - (first >> shift)
             starts = groups.cumsum(0) - groups
@@ -922,19 +875,19 @@ class _Call:
         slots, H = self.layout.slots, self.H
         nodes = self.query.new_empty(self.all_slots, H, self.N, self.P, dtype=self.dtype)
         cum = self.log_decay.new_empty(slots, H, self.C)
-        decay = self.log_decay.new_empty(self.depth + 2, slots, H)
+        decay = self.log_decay.new_empty(self.depth + MERGE_DEPTH, slots, H)
         if self.layout.first is not None:
             nodes[slots:] = self.initial_levels.flatten(0, 1)
         block_n, block_p = min(self.N, 128), min(self.P, 64)
         _chunk_states[(self.grouping(2).count, H, self.N // block_n * (self.P // block_p))](
             self.key, self.value, self.log_decay, cum, decay, nodes, self.layout, self.grouping(2), *_strides(self.key),
             *_strides(self.value), *_strides(self.log_decay), H, H // self.G, BLOCK_N=block_n, BLOCK_P=block_p, num_warps=8,
-            **self.sizes,
+            maxnreg=128, **self.sizes,
         )  # fmt: skip
-        for level in range(2, self.depth - 1, 2):
-            grouping = self.grouping(level + 2)
+        for level in range(2, self.depth - 1, MERGE_DEPTH):
+            grouping = self.grouping(level + MERGE_DEPTH)
             _merge[(grouping.count, H, self.tiles)](
-                nodes, decay, self.layout, grouping, level, H, NP=self.N * self.P, C=self.C, TILE=self.tile
+                nodes, decay, self.layout, grouping, level, H, C=self.C, DEPTH=MERGE_DEPTH, **self.elementwise
             )
         return nodes, cum, decay
 
@@ -950,13 +903,14 @@ class _Call:
         _output[(self.grouping(0).count, self.H // heads)](
             self.query, self.key, self.value, self.weights, cum, decay, nodes, output, self.layout, self.grouping(0),
             *_strides(self.query), *_strides(self.key), *_strides(self.value), *_strides(self.weights),
-            self.H, self.H // self.G, heads, self.L, LOG_C=self.log_c, **self.sizes,
+            self.H, self.H // self.G, heads, self.L, LOG_C=self.log_c,
+            maxnreg=168 if self.dtype == torch.bfloat16 and self.P <= 64 else None, **self.sizes,
         )  # fmt: skip
         if self.last is None:
             return output, self.log_decay.new_empty(0)
         levels = self.log_decay.new_empty(self.num_seqs, self.layout.kept, self.H, self.N, self.P)
         _final_levels[(self.num_seqs, self.H, self.tiles)](
-            nodes, decay, self.last, levels, self.layout, self.H, NP=self.N * self.P, TILE=self.tile
+            nodes, decay, self.last, levels, self.layout, self.H, **self.elementwise
         )
         return output, levels
 
@@ -969,16 +923,25 @@ class _Call:
         span = torch.zeros(self.tiles, self.all_slots, self.H, dtype=torch.float32, device=cum.device)
         if self.depth:
             self._node_gradient(*inputs, read_sums, d_nodes, span)
-        elementwise = dict(NP=self.N * self.P, TILE=self.tile)
         if d_levels is not None:
             _final_levels_gradient[(self.num_seqs, self.H, self.tiles)](
-                nodes, decay, self.last, d_levels.contiguous(), d_nodes, span, span.stride(0), self.layout, self.H, **elementwise
+                nodes,
+                decay,
+                self.last,
+                d_levels.contiguous(),
+                d_nodes,
+                span,
+                span.stride(0),
+                self.layout,
+                self.H,
+                **self.elementwise,
             )
-        for level in reversed(range(0, self.depth - 1, 2)):
-            grouping = self.grouping(level + 2)
+        for level in reversed(range(0, self.depth - 1, MERGE_DEPTH)):
+            grouping = self.grouping(level + MERGE_DEPTH)
             _split[(grouping.count, self.H, self.tiles)](
-                nodes, decay, d_nodes, span, span.stride(0), self.layout, grouping, level, self.H, C=self.C, **elementwise
-            )
+                nodes, decay, d_nodes, span, span.stride(0), self.layout, grouping, level, self.H, C=self.C, DEPTH=MERGE_DEPTH,
+                **self.elementwise,
+            )  # fmt: skip
         d_key, d_value, d_log_decay = self._key_gradient(d_output, cum, decay, d_nodes, span, row_sums)
         if self.layout.first is None:
             d_initial = cum.new_empty(0)
@@ -1004,7 +967,7 @@ class _Call:
         """Room for the gradient of query or key, and for the partial sums of programs that share a group between them."""
         count = self.H // self.G // heads
         parts = self.empty(like.expand(count, *like.shape) if count == 1 else like.float().expand(count, *like.shape))
-        return lambda: (parts[0] if count == 1 else parts.sum(0).to(like.dtype)), parts
+        return lambda: parts[0] if count == 1 else parts.sum(0).to(like.dtype), parts
 
     def _node_gradient(self, query, weights, d_output, cum, decay, read_sums, d_nodes, span):
         block_n, block_p = min(self.N, 128), min(self.P, 64)
@@ -1019,7 +982,7 @@ class _Call:
         if above:
             _sum_segments[(grouping.count + self.all_slots - self.layout.slots, self.H, self.tiles)](
                 parts, part_spans, decay, d_nodes, span, self.layout, grouping, self.H, self.depth,
-                NP=self.N * self.P, C=self.C, SEGMENT=SEGMENT, TILE=self.tile,
+                C=self.C, SEGMENT=SEGMENT, **self.elementwise,
             )  # fmt: skip
 
     def _key_gradient(self, d_output, cum, decay, d_nodes, span, row_sums):
@@ -1048,27 +1011,26 @@ def _token_rows(x, dense=True):
 
 def _block_size(dtype, N, P, limit):
     """Tokens per chunk of the kernels: results do not depend on it, so it follows the shared memory that the tiles need."""
-    if dtype == torch.bfloat16 or N * P <= 8192:
-        return min(64, limit)
-    return 32 if N * P <= 16384 else 16
+    size = 64 if N * P <= (16384 if dtype == torch.bfloat16 else 8192) else 32
+    return min(size if dtype == torch.bfloat16 or N * P <= 16384 else 16, limit)
 
 
 # ------------------------------------------------------------------------------------------------------ the operators
 
 # Two copies of this module may live in one process (the package and remote code): each registers its own operators.
-_SOURCE = hashlib.sha256((__name__ + Path(__file__).read_text()).encode()).hexdigest()[:12]
+_NAMESPACE = "loglinear_" + hashlib.sha256((__name__ + Path(__file__).read_text()).encode()).hexdigest()[:12]
 
 
 def is_supported(query, value, level_weights, chunk_size):
     """Whether the kernels serve these inputs: float32, bfloat16 or float16, N 16 ... 256 and P 16 ... 128, powers of two."""
     N, P = query.shape[-1], value.shape[-1]
-    on_device = query.is_cuda or triton.knobs.runtime.interpret
+    on_device = query.is_cuda or INTERPRETED and query.dtype != torch.bfloat16  # whose dots the interpreter gets wrong
     sizes = N in (16, 32, 64, 128, 256) and P in (16, 32, 64, 128)
     dtypes = query.dtype in (torch.float32, torch.bfloat16, torch.float16) and level_weights.dtype != torch.float64
     return on_device and sizes and dtypes and chunk_size in (32, 64, 128)
 
 
-@torch.library.custom_op(f"loglinear_{_SOURCE}::tree_forward", mutates_args=())
+@torch.library.custom_op(f"{_NAMESPACE}::tree_forward", mutates_args=())
 def _forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, log_decay: torch.Tensor, level_weights: torch.Tensor,
     lengths: Optional[torch.Tensor], cu_seqlens: Optional[torch.Tensor], first_chunk: Optional[torch.Tensor],
@@ -1092,7 +1054,7 @@ def _(
     return value.new_empty(value.shape), value.new_empty(levels, dtype=torch.float32)
 
 
-@torch.library.custom_op(f"loglinear_{_SOURCE}::tree_backward", mutates_args=())
+@torch.library.custom_op(f"{_NAMESPACE}::tree_backward", mutates_args=())
 def _backward(
     d_output: torch.Tensor, d_levels: Optional[torch.Tensor],
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, log_decay: torch.Tensor, level_weights: torch.Tensor,
@@ -1157,9 +1119,7 @@ def tree_attention(
     return output, None if final_chunk is None else levels
 
 
-@torch.library.custom_op(
-    f"loglinear_{_SOURCE}::decode_step", mutates_args=("tail_key", "tail_value", "tail_log_decay", "levels")
-)
+@torch.library.custom_op(f"{_NAMESPACE}::decode_step", mutates_args=("tail_key", "tail_value", "tail_log_decay", "levels"))
 def _decode_step(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, log_decay: torch.Tensor, level_weights: torch.Tensor,
     tail_key: torch.Tensor, tail_value: torch.Tensor, tail_log_decay: torch.Tensor, levels: torch.Tensor,

@@ -1,0 +1,257 @@
+"""The Triton kernels against the O(T^2) definition in float64: on a GPU compiled, elsewhere in Triton's interpreter."""
+
+import importlib.util
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from modeling_loglinear.attention_loglinear import (
+    LogLinearState,
+    StepPositions,
+    advanced,
+    empty_state,
+    loglinear_attention,
+    loglinear_attention_step,
+)
+
+triton_loglinear = pytest.importorskip("modeling_loglinear.triton_loglinear", reason="Triton is not installed")
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+DTYPES = [dtype for dtype in TOLERANCE if ON_GPU or dtype != torch.bfloat16]  # the interpreter's bfloat16 dots are wrong
+
+
+def make_inputs(B, T, G, H, N, P, L, dtype=torch.float32, seed=0, mean_decay=-2.0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    inputs = [
+        normal(B, T, G, N) / N**0.5,
+        normal(B, T, G, N),
+        normal(B, T, H, P),
+        -F.softplus(normal(B, T, H) + mean_decay),
+        torch.rand(B, T, H, L, generator=generator) + 0.5,
+    ]
+    return [(x if i == 3 else x.to(dtype)).to(DEVICE) for i, x in enumerate(inputs)]
+
+
+def relative_error(actual, expected):
+    expected = expected.double()
+    return ((actual.double() - expected).norm() / expected.norm().clamp(min=1e-3)).item()
+
+
+def leaves_of(inputs, dtype=None):
+    return [x.detach().to(dtype or x.dtype, copy=True).requires_grad_() for x in inputs]
+
+
+def check_against_reference(inputs, **options):
+    """Outputs and all five gradients, for a random gradient of the output."""
+    ours, exact = leaves_of(inputs), leaves_of(inputs, torch.float64)
+    output, _ = loglinear_attention(*ours, backend="triton", **options)
+    expected, _ = loglinear_attention(*exact, backend="reference", **options)
+    d_output = torch.randn(output.shape, generator=torch.Generator().manual_seed(9)).to(output)
+    output.backward(d_output)
+    expected.backward(d_output.double())
+    tolerance = TOLERANCE[inputs[0].dtype]
+    assert relative_error(output, expected) < tolerance
+    for name, x, y in zip(("query", "key", "value", "log_decay", "level_weights"), ours, exact):
+        assert relative_error(x.grad, y.grad) < tolerance, name
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Chunks of 16 and several tiles per node, so that short inputs make deep trees."""
+    monkeypatch.setattr(triton_loglinear, "_block_size", lambda dtype, N, P, limit: min(16, limit))
+    monkeypatch.setattr(triton_loglinear, "MERGE_TILE", 128)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize(
+    "shape",
+    [(1, 1, 1, 1, 16, 16, 1), (2, 150, 1, 2, 16, 32, 9), (1, 130, 2, 4, 32, 16, 3), (1, 64, 3, 3, 16, 16, 7)],
+    ids=str,
+)
+def test_output_and_gradients(shape, dtype):
+    """One token, partial chunks, groups, more and fewer levels than the length has."""
+    check_against_reference(make_inputs(*shape, dtype))
+
+
+@pytest.mark.parametrize("length", [33, 300, 560])
+def test_deep_tree(small_blocks, length):
+    """Every path of the tree: two launches of merges, nodes of more chunks than a segment, several spans."""
+    check_against_reference(make_inputs(1, length, 1, 1, 16, 16, 12))
+
+
+def test_lengths(small_blocks):
+    """Ragged rows: padding holds NaN, and still neither output nor gradients see it."""
+    inputs = make_inputs(3, 70, 1, 2, 16, 16, 8)
+    lengths = torch.tensor([70, 0, 35], device=DEVICE)
+    padded = torch.arange(70, device=DEVICE) >= lengths[:, None]
+    for x in inputs:
+        x[padded] = torch.nan
+    ours = leaves_of(inputs)
+    output, _ = loglinear_attention(*ours[:3], ours[3], ours[4], backend="triton", lengths=lengths, chunk_size=32)
+    output.square().sum().backward()
+    assert (output[padded] == 0).all()
+    clean = [torch.where(padded.view(3, 70, *[1] * (x.dim() - 2)), 0, x) for x in inputs]
+    exact = leaves_of(clean, torch.float64)
+    expected, _ = loglinear_attention(*exact, backend="reference", lengths=lengths, chunk_size=32)
+    expected.square().sum().backward()
+    assert relative_error(output, expected) < 1e-5
+    for x, y in zip(ours, exact):
+        assert (x.grad[padded] == 0).all()
+        assert relative_error(x.grad, y.grad) < 1e-5
+
+
+def test_packed(small_blocks):
+    """Sequences of 0, 1, 39 and 130 tokens in one row do not see each other."""
+    cu_seqlens = torch.tensor([0, 0, 1, 40, 170], dtype=torch.int32, device=DEVICE)
+    check_against_reference(make_inputs(1, 170, 1, 2, 16, 16, 9), cu_seqlens=cu_seqlens)
+
+
+@pytest.mark.parametrize("num_levels", [4, 9], ids=["one shared level", "several levels"])
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+def test_states_with_gradients(small_blocks, packed, num_levels):
+    """A sequence in two pieces, with a state between: as in one piece, gradients through the state included."""
+    tokens, cuts = [150, 230], [70, 97]
+    inputs = make_inputs(2, 230, 1, 1, 16, 16, num_levels)
+    ours, exact = leaves_of(inputs), leaves_of(inputs, torch.float64)
+    lengths = torch.tensor(tokens, device=DEVICE)
+    expected, _ = loglinear_attention(*exact, backend="reference", lengths=lengths)
+
+    def piece(starts, stops, state):
+        counts = torch.tensor([stop - start for start, stop in zip(starts, stops)], device=DEVICE)
+        options = {"chunk_size": 32, "initial_state": state, "return_final_state": True, "backend": "triton"}
+        cut = [[x[row, a:b] for row, (a, b) in enumerate(zip(starts, stops))] for x in ours]
+        if packed:
+            borders = F.pad(counts.cumsum(0), (1, 0)).int()
+            output, state = loglinear_attention(*(torch.cat(rows)[None] for rows in cut), cu_seqlens=borders, **options)
+            return output[0].split(counts.tolist()), state
+        padded = [torch.nn.utils.rnn.pad_sequence(rows, batch_first=True) for rows in cut]
+        output, state = loglinear_attention(*padded, lengths=counts, **options)
+        return [row[:count] for row, count in zip(output, counts.tolist())], state
+
+    first, state = piece([0, 0], cuts, None)
+    second, _ = piece(cuts, tokens, state)
+    output = torch.cat([x for pair in zip(first, second) for x in pair])
+    expected = torch.cat([expected[row, :count] for row, count in enumerate(tokens)])
+    d_output = torch.randn(output.shape, generator=torch.Generator().manual_seed(3)).to(output)
+    output.backward(d_output)
+    expected.backward(d_output.double())
+    assert relative_error(output, expected) < 1e-5
+    for x, y in zip(ours, exact):
+        assert relative_error(x.grad, y.grad) < 1e-5
+
+
+def test_strong_decay_stays_finite():
+    """-100 per token: nothing overflows, nothing becomes NaN, and what remains is the token itself."""
+    inputs = make_inputs(1, 100, 1, 1, 16, 16, 8)
+    inputs[3] = torch.full_like(inputs[3], -100.0)
+    check_against_reference(inputs)
+
+
+def test_views_are_read_in_place():
+    """Query, key and value as slices of one wide tensor, level weights with transposed levels."""
+    q, k, v, g, weights = make_inputs(2, 70, 1, 2, 16, 16, 8)
+    wide = torch.cat([x.flatten(2) for x in (q, k, v)], -1)
+    views = [x.view(2, 70, -1, 16) for x in wide.split([16, 16, 32], -1)]
+    transposed = weights.mT.contiguous().mT
+    expected, _ = loglinear_attention(q, k, v, g, weights, backend="triton")
+    output, _ = loglinear_attention(*views, g, transposed, backend="triton")
+    assert torch.equal(output, expected)
+
+
+def test_repeats_are_bit_equal(small_blocks):
+    """No atomics: two runs give the same bits, forward and backward."""
+    inputs = make_inputs(1, 290, 1, 2, 16, 16, 10)
+    runs = []
+    for _ in range(2):
+        leaves = leaves_of(inputs)
+        output, _ = loglinear_attention(*leaves, backend="triton", chunk_size=32)
+        output.sum().backward()
+        runs.append([output, *(x.grad for x in leaves)])
+    assert all(torch.equal(x, y) for x, y in zip(*runs))
+
+
+def test_operator_is_registered_properly():
+    """Schema, fake tensors and autograd registration, as torch.library checks them."""
+    inputs = leaves_of(make_inputs(1, 40, 1, 1, 16, 16, 6))
+    torch.library.opcheck(triton_loglinear._forward, (*inputs, None, None, None, None, None, 32))
+
+
+def test_compile_and_checkpoint():
+    """One graph under torch.compile, and the same gradients when the forward is recomputed."""
+    inputs = make_inputs(1, 40, 1, 1, 16, 16, 6)
+    plain, other = leaves_of(inputs), leaves_of(inputs)
+
+    def attend(*args):
+        return triton_loglinear.tree_attention(*args, chunk_size=32)[0]
+
+    expected = attend(*plain)
+    expected.sum().backward()
+    output = checkpoint(torch.compile(attend, fullgraph=True, backend="aot_eager"), *other, use_reentrant=False)
+    output.sum().backward()
+    assert torch.equal(output, expected)
+    assert all(torch.equal(x.grad, y.grad) for x, y in zip(plain, other))
+
+
+def test_two_copies_in_one_process():
+    """The package and a remote-code copy of the file register different operators."""
+    spec = importlib.util.spec_from_file_location("copy_of_triton_loglinear", triton_loglinear.__file__)
+    copy = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = copy
+    spec.loader.exec_module(copy)
+    inputs = make_inputs(1, 40, 1, 1, 16, 16, 6)
+    ours = triton_loglinear.tree_attention(*inputs, chunk_size=32)[0]
+    theirs = copy.tree_attention(*inputs, chunk_size=32)[0]
+    assert torch.equal(ours, theirs)
+    assert triton_loglinear._NAMESPACE != copy._NAMESPACE
+
+
+@pytest.mark.parametrize("steps, start", [(100, 0), (70, 230)])
+def test_decode_steps(steps, start):
+    """Rows at different positions, some of them pausing, across merges: outputs and states as in PyTorch's step."""
+    B, G, H, N, P, L, C = 2, 1, 2, 16, 16, 8, 32
+    state = empty_state(B, G, H, N, P, L, C, torch.float32, DEVICE)
+    if start:
+        lengths = torch.tensor([start, start - 37], device=DEVICE)
+        _, state = loglinear_attention(
+            *make_inputs(B, start, G, H, N, P, L), chunk_size=C, lengths=lengths, return_final_state=True, backend="torch"
+        )
+    ours = LogLinearState(*(x.clone() for x in state))
+    exact = LogLinearState(*(x.to(torch.float64 if x.is_floating_point() else x.dtype, copy=True) for x in state))
+    inputs = make_inputs(B, steps, G, H, N, P, L, seed=1)
+    active = (torch.arange(steps * B).view(steps, B) % 5 > 0).to(DEVICE)
+    for step in range(steps):
+        token = [x[:, step] for x in inputs]
+        positions = StepPositions(exact.lengths, exact.merged_chunks, C, active[step])
+        output = triton_loglinear.decode_step(*token, ours, active[step])
+        expected = loglinear_attention_step(*(x.double() for x in token), exact, positions=positions, backend="torch")
+        assert relative_error(output, expected) < 1e-5
+        counters = advanced(ours.lengths, ours.merged_chunks, active[step].long(), C)
+        ours = ours._replace(lengths=counters[0], merged_chunks=counters[1])
+        exact = exact._replace(lengths=counters[0], merged_chunks=counters[1])
+    K = ours.levels.shape[1]
+    merged = ours.merged_chunks[:, None] >> torch.arange(K, device=DEVICE)
+    occupied = torch.where(torch.arange(K, device=DEVICE) < K - 1, merged % 2, merged) > 0
+    assert occupied.any()
+    assert relative_error(ours.levels[occupied], exact.levels[occupied]) < 1e-5
+    for name in ("key", "value", "log_decay"):
+        assert torch.equal(getattr(ours, name), getattr(exact, name).float()), name
+
+
+def test_supported_inputs():
+    """What the kernels cannot do goes to the torch backend."""
+
+    def supported(N=64, P=64, dtype=torch.float32, chunk_size=64):
+        query, value = (torch.empty(1, 1, 1, size, dtype=dtype, device=DEVICE) for size in (N, P))
+        return triton_loglinear.is_supported(query, value, torch.empty(1, 1, 1, 4, device=DEVICE), chunk_size)
+
+    assert supported() and supported(N=256, P=128) and supported(dtype=torch.float16, chunk_size=32)
+    assert not supported(dtype=torch.float64)
+    assert not supported(N=24) and not supported(N=512) and not supported(P=8) and not supported(chunk_size=16)
