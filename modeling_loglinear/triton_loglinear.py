@@ -8,12 +8,12 @@ chunk (a Fenwick tree in place), and everything before chunk c is read by a walk
 
     e = c;  while e: read the node in slot e - 1 (level: lowest set bit of e);  e &= e - 1
 
-**Forward**: `_chunk_states` fills the slots with chunks and nodes of up to four; `_merge` makes the others in place, two
-levels per launch;
-`_output` does the work inside a chunk and the walk; `_final_levels` walks for the state that a sequence leaves.
+**Forward**: `_chunk_states` fills the slots with chunks and nodes of up to four; `_merge` makes the others in place, several
+levels per launch; `_output` does the work inside a chunk and the walk; `_final_levels` walks for the state that is left.
 **Backward**: the first two again (cheaper than keeping them), then `_query_gradient` (what the walk read),
 `_node_gradient` and `_sum_segments` (who read a node), `_final_levels_gradient`, `_split` (`_merge` backwards, top down:
-each slot then holds the gradient of its own chunk's state) and `_key_gradient`. Nothing walks along T.
+each slot then holds the gradient of its own chunk's state) and `_key_gradient`. Nothing walks along T; the longest loop
+is that of `_sum_segments`, one addition per 2**SEGMENT chunks of the largest node.
 
 **Decays** are only ever added up along the tree, never taken as differences of long sums, which float32 would lose: inside a
 chunk as a running sum `cum`, for nodes in `decay[level, slot]`, the decay over the node of that level that ends in the slot.
@@ -428,8 +428,8 @@ def _node_gradient(
 
     Grid (segments of 2**SEGMENT chunks, LEVELS, H * tiles of [N, P]). A program takes the chunks of its segment whose index has
     the bit `level`. Reads of each query [C, BLOCK_N], d_output [C, BLOCK_P], weights [C], cum [C]. Up to level SEGMENT the
-    segment holds whole siblings: writes tiles of d_nodes, and span (the gradient of the node's decay, by later gaps). Above, the whole
-    segment is one part of a sibling: writes parts[segment, level - SEGMENT - 1, head] and part_spans.
+    segment holds whole siblings: writes tiles of d_nodes, and span (the gradient of the node's decay, by later gaps). Above,
+    the whole segment is one part of a sibling: writes parts[segment, level - SEGMENT - 1, head] and part_spans.
     """
     seq, group, token, count, slot, first, end = _find(tl.program_id(0), grouping, layout, C)
     level = tl.program_id(1)
@@ -891,15 +891,15 @@ class _Call:
             )
         return nodes, cum, decay
 
-    def empty(self, like):
+    def empty(self, shape, dtype):
         """An uninitialised tensor, but zeros where some tokens belong to no sequence."""
         ragged = self.layout.lengths is not None or self.layout.cu is not None
-        return (torch.zeros if ragged else torch.empty)(like.shape, dtype=like.dtype, device=like.device)
+        return (torch.zeros if ragged else torch.empty)(shape, dtype=dtype, device=self.query.device)
 
     def forward(self):
         nodes, cum, decay = self.build_tree()
-        output = self.empty(self.value)
-        heads = self.heads_per_program(1024)
+        output = self.empty(self.value.shape, self.value.dtype)
+        heads = self.heads_per_program(4096)
         _output[(self.grouping(0).count, self.H // heads)](
             self.query, self.key, self.value, self.weights, cum, decay, nodes, output, self.layout, self.grouping(0),
             *_strides(self.query), *_strides(self.key), *_strides(self.value), *_strides(self.weights),
@@ -951,7 +951,7 @@ class _Call:
 
     def _query_gradient(self, d_output, cum, decay, nodes):
         heads = self.heads_per_program(1024)
-        d_query, parts = self._per_group(self.query, heads)
+        parts = self._partial_sums(heads)
         d_weights = torch.zeros(self.weights.shape, dtype=self.weights.dtype, device=cum.device)
         row_sums = torch.empty_like(cum)
         read_sums = cum.new_empty(self.layout.slots, self.H, self.depth)
@@ -961,13 +961,15 @@ class _Call:
             *_strides(self.weights), *_strides(d_output), self.B * self.T, self.H, self.H // self.G, heads, self.L, self.depth,
             LOG_C=self.log_c, **self.sizes,
         )  # fmt: skip
-        return d_query(), d_weights, row_sums, read_sums
+        return self._total(parts), d_weights, row_sums, read_sums
 
-    def _per_group(self, like, heads):
-        """Room for the gradient of query or key, and for the partial sums of programs that share a group between them."""
-        count = self.H // self.G // heads
-        parts = self.empty(like.expand(count, *like.shape) if count == 1 else like.float().expand(count, *like.shape))
-        return lambda: parts[0] if count == 1 else parts.sum(0).to(like.dtype), parts
+    def _partial_sums(self, heads):
+        """Room for the gradient of query or key, [programs that share a group, B, T, G, N]."""
+        programs = self.H // self.G // heads
+        return self.empty((programs, *self.query.shape), self.query.dtype if programs == 1 else torch.float32)
+
+    def _total(self, parts):
+        return parts[0] if len(parts) == 1 else parts.sum(0).to(self.query.dtype)
 
     def _node_gradient(self, query, weights, d_output, cum, decay, read_sums, d_nodes, span):
         block_n, block_p = min(self.N, 128), min(self.P, 64)
@@ -987,15 +989,16 @@ class _Call:
 
     def _key_gradient(self, d_output, cum, decay, d_nodes, span, row_sums):
         heads = self.heads_per_program(1024)
-        d_key, parts = self._per_group(self.key, heads)
-        d_value, d_log_decay = self.empty(self.value), self.empty(self.log_decay)
+        parts = self._partial_sums(heads)
+        d_value = self.empty(self.value.shape, self.value.dtype)
+        d_log_decay = self.empty(self.log_decay.shape, torch.float32)
         _key_gradient[(self.grouping(0).count, self.H // heads)](
             self.query, self.key, self.value, self.weights, d_output, cum, decay, d_nodes, span, row_sums, parts, d_value,
             d_log_decay, self.layout, self.grouping(0), *_strides(self.query), *_strides(self.key), *_strides(self.value),
             *_strides(self.weights), *_strides(d_output), self.B * self.T, self.H, self.H // self.G, heads, self.L, self.tiles,
             span.stride(0), LOG_C=self.log_c, **self.sizes,
         )  # fmt: skip
-        return d_key(), d_value, d_log_decay
+        return self._total(parts), d_value, d_log_decay
 
 
 def _strides(x):
