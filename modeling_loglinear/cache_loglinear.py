@@ -91,7 +91,6 @@ class FenwickLayer(CacheLayerMixin):
         super().__init__()
         if static is not None:
             self.static = static
-        self.fixed_addresses = self.static  # write new contents to the old tensors
         self.leader = self
         self.sizes: LayerSizes | None = None
         self.device = None
@@ -159,7 +158,7 @@ class FenwickLayer(CacheLayerMixin):
             self._leave_inference_mode()
         if self.record_past and self.record is None:
             # One token is written in place, as is everything that keeps its address.
-            self.record = _Record(self, copy=self.fixed_addresses or conv_inputs.shape[1] == 1)
+            self.record = _Record(self, copy=self.static or conv_inputs.shape[1] == 1)
 
     def _initialize(self, sizes, conv_inputs):
         B, G, H, N, P, L, chunk_size, conv_dim = sizes
@@ -434,11 +433,11 @@ class FenwickLayer(CacheLayerMixin):
         return {name: tensor for name, tensor in tensors.items() if torch.is_tensor(tensor)}
 
     def _assign(self, **tensors):
-        """New contents, written to the old tensors if their addresses are fixed."""
+        """New contents, written to the old tensors if the layer is static."""
         for name, tensor in tensors.items():
             old = getattr(self, name)
-            if not self.fixed_addresses or old is None:
-                setattr(self, name, self._keep_address(tensor.clone() if self.fixed_addresses else tensor))
+            if not self.static or old is None:
+                setattr(self, name, self._keep_address(tensor.clone() if self.static else tensor))
             elif old is not tensor:
                 old.copy_(tensor)
 

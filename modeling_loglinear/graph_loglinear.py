@@ -1,6 +1,6 @@
 """Decoding steps as one CUDA graph.
 
-A Fenwick cache has the same shape after every token, unlike one of keys and values. So a step can be recorded once and then be
+A static Fenwick cache keeps its shape and its addresses, whatever the length. So a step can be recorded once and then be
 replayed, with none of the hundreds of launches that an eager step spends its time on, and without a compiler.
 """
 
@@ -19,7 +19,7 @@ class DecodeGraph:
         self.tensors = []  # of the cache after the last step
 
     def step(self, run, hidden_states, cache):
-        """`run(hidden_states)`: hidden_states [B, 1, D] -> [B, 1, D], where `run` writes to `cache` in place only.
+        """`run(hidden_states)`: hidden_states [B, 1, D] -> [B, 1, D], where `run` writes to the static `cache` in place.
 
         The result is overwritten by the next step.
         """
@@ -30,8 +30,6 @@ class DecodeGraph:
             return output
         if self.graph is None:
             self._record(run, hidden_states)
-        elif not cache.layers[0].static:
-            cache.layers[0].count(1)  # on the host, where recording counted too, but replaying does not
         self.hidden_states.copy_(hidden_states)
         self.graph.replay()
         return self.output

@@ -504,7 +504,7 @@ class LogLinearModel(LogLinearPreTrainedModel):
         if self.decode_graph is None or cache is None or padding.shape[1] > 1 or padding.mask is not None:
             return False
         leader = cache.layers[0]
-        return leader.fixed_addresses and leader.started and leader.record is None and not torch.compiler.is_compiling()
+        return leader.static and leader.started and leader.record is None and not torch.compiler.is_compiling()
 
     def _embed(self, input_ids):
         if input_ids.dim() != 2:
@@ -723,7 +723,7 @@ class LogLinearForCausalLM(LogLinearPreTrainedModel, GenerationMixin):
     # ---------------------------------------------------------------------------------------------------- generation
 
     def generate(self, *args, **kwargs):
-        """As in the library. On a GPU the decoding steps of an eager model are replayed as one CUDA graph."""
+        """As in the library. On a GPU, `cache_implementation="static"` with `disable_compile=True` replays one CUDA graph."""
         outer = self.backbone.decode_graph
         self.backbone.decode_graph = DecodeGraph() if can_record(self) and self.config.backend in ("auto", "triton") else None
         try:
@@ -756,9 +756,6 @@ class LogLinearForCausalLM(LogLinearPreTrainedModel, GenerationMixin):
         static = implementation is not None and "static" in implementation
         offloading = implementation is not None and "offloaded" in implementation
         cache = FenwickCache(self.config, static=static, offloading=offloading)
-        if self.backbone.decode_graph is not None and not offloading:
-            for layer in cache.layers:
-                layer.fixed_addresses = True
         if generation_config.is_assistant:
             cache.activate_past_recording()
         model_kwargs[CACHE_NAME] = cache
