@@ -284,7 +284,7 @@ def test_library_interface(kind):
         layer.offload()
         layer.prefetch()
     cache.activate_past_recording()
-    assert cache.is_recording_past(0) and not cache.is_compileable
+    assert cache.layers[1].record_past and not cache.is_compileable
     assert "tokens=[5, 16], levels=2, bytes=" in repr(cache)
     with pytest.raises(TypeError, match="it belongs to a LogLinear model"):
         cache.update(torch.zeros(2, 1, 1, 4), torch.zeros(2, 1, 1, 4), 0)

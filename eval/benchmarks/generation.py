@@ -261,19 +261,23 @@ def table(rows):
 
 
 def plot(rows, path):
-    """Prefill time, time per token and peak memory against the context, one line per model, mode and batch."""
-    figure, axes = plots.pyplot().subplots(1, 3, figsize=(15, 4))
+    """Prefill time, time per token and peak memory against the context: a colour per model, dashed where static, a marker per
+    batch."""
     rows = [row for row in rows if "error" not in row]
-    for axis, column in zip(axes, ("prefill_ms", "ms_per_token", "peak_GiB")):
-        for key in dict.fromkeys((row["model"], row["mode"], row["batch"]) for row in rows):
-            line = [row for row in rows if (row["model"], row["mode"], row["batch"]) == key]
-            points = [(row["context"], row[column]) for row in line if row[column] is not None]
-            if points:
-                style = "--" if key[1] == "static" else "-"
-                axis.plot(*zip(*points), style, marker="o", label=f"{key[0]}, {key[1]}, batch {key[2]}")
+    columns = [name for name in ("prefill_ms", "ms_per_token", "peak_GiB") if any(row[name] for row in rows)]
+    figure, axes = plots.pyplot().subplots(1, len(columns), figsize=(5 * len(columns), 4), layout="constrained", squeeze=False)
+    axes = axes[0]
+    models, batches = (list(dict.fromkeys(row[key] for row in rows)) for key in ("model", "batch"))
+    for axis, column in zip(axes, columns):
+        for model, mode, batch in dict.fromkeys((row["model"], row["mode"], row["batch"]) for row in rows):
+            line = [row for row in rows if (row["model"], row["mode"], row["batch"]) == (model, mode, batch)]
+            points = [(row["context"], row[column] or float("nan")) for row in line]
+            style = {"color": f"C{models.index(model)}", "marker": "osD^v*"[batches.index(batch) % 6]}
+            label = f"{model}, {mode}, batch {batch}"
+            axis.plot(*zip(*points), linestyle="--" if mode == "static" else "-", label=label, **style)
         axis.set(xlabel="context, tokens", ylabel=column, xscale="log", yscale="log")
         axis.grid(True, which="both", alpha=0.3)
-    axes[0].legend(fontsize=7)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=7)
     plots.save(figure, path)
 
 
