@@ -7,7 +7,8 @@ fitted exponents.
 Measured, each at several lengths T with batch 1 (medians of `--repeats` runs after a warm-up):
 
 - parameters: what the lambda modes add to a model over `fixed` (Mamba-2), counted on the meta device;
-- training: seconds of a forward and backward pass; bytes that the forward pass keeps for the backward pass (each
+- training: seconds of a forward and backward pass (on a CPU the process's CPU time); bytes that the forward pass
+keeps for the backward pass (each
 tensor once, parameters apart), a number
   that does not depend on the machine; on a GPU also the peak of allocated memory;
 - cache: bytes of all tensors in the cache after T tokens.
@@ -17,6 +18,7 @@ linear, 2 quadratic, T log T lies a little above 1, log T near 0.
 """
 
 import argparse
+import dataclasses
 import json
 import math
 import statistics
@@ -89,23 +91,23 @@ def kept_bytes(model, ids):
 def training_cost(model, length, repeats):
     """Seconds of forward and backward, kept bytes and, on a GPU, peak bytes at one length."""
     device = next(model.parameters()).device
-    ids = torch.randint(model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(length)).to(
-        device
-    )
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    ids = torch.randint(model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(length)).to(device)
+    on_gpu = device.type == "cuda"
+    # On a CPU the process's own time, which other load does not stretch.
+    wait, clock = (torch.cuda.synchronize, time.perf_counter) if on_gpu else (lambda: None, time.process_time)
     cost = {"kept_bytes": kept_bytes(model, ids)}
     seconds = []
     for repeat in range(repeats + 1):
         model.zero_grad(set_to_none=True)
-        if device.type == "cuda" and repeat == 1:
+        if on_gpu and repeat == 1:
             torch.cuda.reset_peak_memory_stats()
         wait()
-        start = time.perf_counter()
+        start = clock()
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         wait()
-        seconds.append(time.perf_counter() - start)
+        seconds.append(clock() - start)
     cost["seconds"] = statistics.median(seconds[1:])
-    if device.type == "cuda":
+    if on_gpu:
         cost["peak_bytes"] = torch.cuda.max_memory_allocated()
     return cost
 
@@ -132,20 +134,19 @@ def exponent(lengths, costs):
     return rise / sum((a - middle_x) ** 2 for a in x)
 
 
-def measure(mixers, lengths, repeats, device, backend="auto"):
-    """All costs of all mixers: a list of dicts with mixer, lengths and one list per cost."""
+def measure(mixers, lengths, repeats, device):
+    """All costs of all mixers, each model made for its length: a list of dicts with mixer, lengths, one list per cost."""
     table = []
     for mixer in mixers:
-        sizes = Sizes(**{**vars(MEASURED), "max_position_embeddings": max(lengths)})
-        model = build_model(mixer, sizes).to(device)
-        if mixer == "transformer":
-            model.set_attn_implementation("sdpa")
-        else:
-            model.config.backend = backend
-        costs = [
-            {**training_cost(model.train(), length, repeats), "cache_bytes": cache_bytes(model.eval(), length)}
-            for length in tqdm(lengths, desc=mixer)
-        ]
+        costs = []
+        for length in tqdm(lengths, desc=mixer):
+            model = build_model(mixer, dataclasses.replace(MEASURED, max_position_embeddings=length)).to(device)
+            if mixer == "transformer":
+                model.set_attn_implementation("sdpa")
+            else:
+                model.config.backend = "auto"
+            cost = training_cost(model.train(), length, repeats)
+            costs.append({**cost, "cache_bytes": cache_bytes(model.eval(), length)})
         row = {"mixer": mixer, "lengths": lengths, **{key: [c[key] for c in costs] for key in costs[0]}}
         row["exponents"] = {key: round(exponent(lengths, row[key]), 3) for key in costs[0]}
         table.append(row)
@@ -159,7 +160,9 @@ def main():
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", default="complexity.json")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
     if len(arguments.lengths) < 2 or arguments.lengths != sorted(set(arguments.lengths)):
         parser.error(f"--lengths is {arguments.lengths}; allowed are at least two rising numbers")
     result = {

@@ -89,9 +89,7 @@ def prepare(text, zero_shot, output, vocab_size, heldout):
     output = pathlib.Path(output)
     output.mkdir(parents=True, exist_ok=True)
     tokenizer = ByteLevelBPETokenizer()
-    tokenizer.train_from_iterator(
-        (splits["train"][i : i + PART] for i in range(0, len(splits["train"]), PART)), vocab_size
-    )
+    tokenizer.train_from_iterator((splits["train"][i : i + PART] for i in range(0, len(splits["train"]), PART)), vocab_size)
     tokenizer.save(str(output / "tokenizer.json"))
     sizes = {}
     for name, content in splits.items():
@@ -99,9 +97,7 @@ def prepare(text, zero_shot, output, vocab_size, heldout):
         tokens = np.concatenate([np.array(piece.ids, dtype=np.uint16) for piece in pieces])
         np.save(output / f"{name}.npy", tokens)
         sizes[name] = {"tokens": len(tokens), "bytes": len(content.encode()), "words": len(content.split())}
-    records.write(
-        output / "corpus.json", json.dumps({"text": pathlib.Path(text).name, "splits": sizes}, indent=2) + "\n"
-    )
+    records.write(output / "corpus.json", json.dumps({"text": pathlib.Path(text).name, "splits": sizes}, indent=2) + "\n")
     return sizes
 
 

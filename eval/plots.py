@@ -66,7 +66,7 @@ def overview(rows, path):
     return save(figure, path)
 
 
-def against(rows, key, label, path, tuning, title, length=None):
+def against(rows, key, label, path, title, length=None):
     """Test accuracy at each mixer's best learning rate against a number of the setting, `key(row)`: report seeds as
     dots, means as lines.
     """
@@ -78,7 +78,7 @@ def against(rows, key, label, path, tuning, title, length=None):
             runs = [r for r in part if key(r) == value]
             if not runs:
                 continue
-            rate = records.best_rate(runs, tuning)
+            rate, tuning = records.best_rate(runs), records.tuning_seeds(runs)
             finals = [records.accuracy(r, length) for r in runs if r["learning_rate"] == rate and r["seed"] >= tuning]
             at = x + (shift - 2) * 0.12
             axis.plot([at] * len(finals), finals, "o", ms=4, mew=0, alpha=0.5, color=COLORS[mixer])
@@ -108,12 +108,12 @@ def rates(rows, path, title):
     return save(figure, path)
 
 
-def curves(rows, path, tuning, title):
+def curves(rows, path, title):
     """Learning curves of the report seeds at each mixer's best learning rate, one panel per mixer."""
     parts = by_mixer(rows)
     figure, axes = pyplot().subplots(1, len(parts), figsize=(2.7 * len(parts), 3.2), sharey=True, squeeze=False)
     for axis, (mixer, part) in zip(axes[0], parts, strict=True):
-        rate = records.best_rate(part, tuning)
+        rate, tuning = records.best_rate(part), records.tuning_seeds(part)
         for run in part:
             if run["learning_rate"] == rate and run["seed"] >= tuning:
                 points = run["accuracy_curve"]
@@ -156,5 +156,18 @@ def lengths(rows, path, title):
         axis.legend(fontsize=8)
     axes[0][0].set_ylabel("test accuracy")
     figure.suptitle(title)
+    figure.tight_layout()
+    return save(figure, path)
+
+
+def costs(table, keys, path):
+    """Every cost against length, one panel each, both axes logarithmic."""
+    figure, axes = pyplot().subplots(1, len(keys), figsize=(4.2 * len(keys), 3.6), squeeze=False)
+    for axis, key in zip(axes[0], keys, strict=True):
+        for row in table:
+            label = f"{row['mixer']}: T^{row['exponents'][key]}"
+            axis.plot(row["lengths"], row[key], ".-", color=COLORS[row["mixer"]], label=label)
+        axis.set(xlabel="T", title=key.replace("_", " "), xscale="log", yscale="log")
+        axis.legend(fontsize=7)
     figure.tight_layout()
     return save(figure, path)

@@ -76,9 +76,9 @@ def paired_test(first, second):
     differences = [a - b for a, b in zip(first, second, strict=True)]
     observed = abs(sum(differences)) - 1e-12
     flips = itertools.product((1, -1), repeat=len(differences))
-    return sum(
-        abs(sum(s * d for s, d in zip(signs, differences, strict=True))) >= observed for signs in flips
-    ) / 2 ** len(differences)
+    return sum(abs(sum(s * d for s, d in zip(signs, differences, strict=True))) >= observed for signs in flips) / 2 ** len(
+        differences
+    )
 
 
 def tidy(rows):
@@ -142,10 +142,18 @@ def accuracy(row, length=None):
     return next(t["accuracy"] for t in row["tests"] if t.get("length", row["task"]["length"]) == length)
 
 
-def best_rate(rows, tuning):
+def tuning_seeds(rows):
+    """How many seeds, from 0 on, only choose the learning rate: 2 where at least 4 were run; else 0, and all both
+    choose and count.
+    """
+    return 2 if len({row["seed"] for row in rows}) >= 4 else 0
+
+
+def best_rate(rows):
     """The learning rate with the best mean accuracy over the tuning seeds (the smaller one of equals)."""
+    tuning = tuning_seeds(rows)
     means = {
-        rate: statistics.mean(accuracy(r) for r in part if r["seed"] < tuning)
+        rate: statistics.mean(accuracy(r) for r in part if r["seed"] < tuning or not tuning)
         for (rate,), part in group(rows, lambda r: r["learning_rate"]).items()
     }
     return min(means, key=lambda rate: (-means[rate], rate))
@@ -163,17 +171,18 @@ def describe(values):
     }
 
 
-def compare(rows, rate, tuning, length=None, baseline="linear"):
-    """One table: for each mixer its report seeds (>= `tuning`) at one learning rate, or at each mixer's best if
-    `rate` is None.
+def compare(rows, rate=None, length=None, baseline="linear"):
+    """One table: each mixer's seeds at one learning rate, or, if `rate` is None, its report seeds at its best
+    learning rate.
 
     Returns dicts with mixer, learning_rate, the numbers of `describe`, and `p`, the paired test against `baseline`
-    over the seeds both have.
+    over the
+    seeds that both have.
     """
     samples = {}
     for (mixer,), part in group(rows, lambda r: r["mixer"]).items():
-        chosen = rate if rate is not None else best_rate(part, tuning)
-        values = {r["seed"]: accuracy(r, length) for r in part if r["learning_rate"] == chosen and r["seed"] >= tuning}
+        chosen, first = (best_rate(part), tuning_seeds(part)) if rate is None else (rate, 0)
+        values = {r["seed"]: accuracy(r, length) for r in part if r["learning_rate"] == chosen and r["seed"] >= first}
         if values:
             samples[mixer] = chosen, values
     table = []

@@ -169,9 +169,7 @@ class Stack:
         named = dict(self.template.named_parameters())
         self.names, self.shapes = list(named), [p.shape for p in named.values()]
         self.lengths = [p.numel() for p in named.values()]
-        self.decayed = torch.cat([torch.full((p.numel(),), float(_is_decayed(n, p))) for n, p in named.items()]).to(
-            device
-        )
+        self.decayed = torch.cat([torch.full((p.numel(),), float(_is_decayed(n, p))) for n, p in named.items()]).to(device)
 
     def unflatten(self, vector):
         """Row [D] -> parameters by name."""
@@ -221,9 +219,7 @@ class Stack:
         loss, accuracy = torch.zeros(2, len(tasks), device=weights.device)
         with torch.no_grad():
             for piece in range(pieces):
-                parts = vmap(self.loss, chunk_size=rows)(
-                    weights, *draw(tasks, seeds, "test", piece, PIECE, weights.device)
-                )
+                parts = vmap(self.loss, chunk_size=rows)(weights, *draw(tasks, seeds, "test", piece, PIECE, weights.device))
                 loss, accuracy = loss + parts[0] / pieces, accuracy + parts[1] / pieces
         return loss, accuracy
 
@@ -261,15 +257,34 @@ def compile_step(step, *example):
     """
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    compiled = torch.compile(make_fx(step)(*example), dynamic=False)
-    wanted, found = (
-        step(*example)[1],
-        compiled(*example)[1],
-    )  # first moments, (1 - beta1) * gradient after the first step
+    compiled = torch.compile(_fold_constants(make_fx(step)(*example)), dynamic=False)
+    wanted, found = step(*example)[1], compiled(*example)[1]  # first moments, (1 - beta1) * gradient after the first step
     error = ((found - wanted).norm(dim=1) / wanted.norm(dim=1)).max().item()
     if not error < 0.01:  # the matrix products may be TF32
         raise RuntimeError(f"the compiled step differs from the eager one by {error:.3g} (relative, worst run)")
     return compiled
+
+
+def _fold_constants(graph, most=65_536):
+    """Replace what depends on no input (index tables and masks of up to `most` elements) by its value: less to compile."""
+    values = {}
+    for node in graph.graph.nodes:
+        if node.op == "get_attr":
+            values[node] = getattr(graph, node.target)
+        elif node.op == "call_function" and all(parent in values for parent in node.all_input_nodes):
+            known = [torch.fx.node.map_arg(part, values.__getitem__) for part in (node.args, node.kwargs)]
+            values[node] = node.target(*known[0], **known[1])
+    for number, (node, value) in enumerate(values.items()):
+        outside = [user for user in node.users if user not in values]
+        if node.op == "call_function" and outside and isinstance(value, torch.Tensor) and value.numel() <= most:
+            graph.register_buffer(f"folded_{number}", value)
+            with graph.graph.inserting_before(node):
+                constant = graph.graph.get_attr(f"folded_{number}")
+            for user in outside:
+                user.replace_input_with(node, constant)
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    return graph
 
 
 def train_stack(runs, stack, recipe, compiled=None, points=24, label=""):
