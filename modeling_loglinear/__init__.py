@@ -7,7 +7,6 @@ from .cache_loglinear import FenwickCache
 from .configuration_loglinear import LogLinearConfig
 from .modeling_loglinear import LogLinearForCausalLM, LogLinearModel, LogLinearPreTrainedModel
 
-
 AutoConfig.register("loglinear", LogLinearConfig, exist_ok=True)
 AutoModel.register(LogLinearConfig, LogLinearModel, exist_ok=True)
 AutoModelForCausalLM.register(LogLinearConfig, LogLinearForCausalLM, exist_ok=True)

@@ -23,7 +23,6 @@ from transformers import Mamba2Config, Mamba2ForCausalLM
 
 from modeling_loglinear import LogLinearConfig, LogLinearForCausalLM
 
-
 SIZES = dict(
     hidden_size=256, num_heads=8, head_dim=64, state_size=128, n_groups=1, num_hidden_layers=4, vocab_size=1024,
     eos_token_id=None, pad_token_id=0,
