@@ -170,6 +170,7 @@ class FenwickLayer(CacheLayerMixin):
             self.merged_chunks, self.lengths = state[4:]
             if self.static:
                 self.columns, self.rolled_back = (state.lengths.new_zeros(()) for _ in range(2))
+                self.recent = self._all_real(chunk_size)
         self.is_initialized = True
         for tensor in self.tensors().values():
             self._keep_address(tensor)
@@ -232,7 +233,7 @@ class FenwickLayer(CacheLayerMixin):
         self._assign(lengths=lengths, merged_chunks=merged_chunks)
         if mask is not None or self.recent is not None:
             self._assign(recent=self._shifted(self.recent, [(columns, mask)]))
-        self.count(columns)
+        self._count(columns)
         self.has_tokens = True
 
     def _shifted(self, recent, passes):
@@ -240,8 +241,7 @@ class FenwickLayer(CacheLayerMixin):
         masks = [(self.chunk_size, recent), *passes]
         return torch.cat([self._all_real(n) if mask is None else mask for n, mask in masks], 1)[:, -self.chunk_size :]
 
-    def count(self, columns: int) -> None:
-        """Counts columns, on the host unless the layer is static."""
+    def _count(self, columns):
         if self.static:
             self.columns.add_(columns)
             self.rolled_back.sub_(columns).clamp_(min=0)
@@ -306,13 +306,15 @@ class FenwickLayer(CacheLayerMixin):
                 setattr(self, name, self._keep_address(tensor))
 
     def reset(self) -> None:
-        """Forgets all tokens; a static cache keeps its tensors at their addresses."""
+        """Forgets all tokens. A static cache keeps its tensors at their addresses, another one is free for any batch."""
         self.record, self.has_tokens = None, False
-        self._assign(**{name: torch.zeros_like(tensor) for name, tensor in self.tensors().items()})
-        if self.recent is not None:
-            self._assign(recent=self._all_real(self.chunk_size))
-        if not self.static:
-            self.columns = self.rolled_back = 0
+        if self.static:
+            for name, tensor in self.tensors().items():
+                tensor.fill_(name == "recent")
+        else:
+            self.sizes, self.columns, self.rolled_back = None, 0, 0
+            for name in self.tensors():
+                setattr(self, name, None)
 
     def offload(self) -> None:
         """Moves the tensors of this layer to the CPU; the counters stay."""

@@ -124,9 +124,7 @@ def test_mqar_curriculum_changes_the_stage():
     assert stages == [(4, 32), (4, 32), (8, 64), (8, 64), (16, 128), (16, 128)]
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"), [((64, 15, 4), "length"), ((64, 128, 32), "pairs"), ((64, 16, 0), "pairs")]
-)
+@pytest.mark.parametrize(("fields", "message"), [((64, 15, 4), "length"), ((64, 128, 32), "pairs"), ((64, 16, 0), "pairs")])
 def test_mqar_refuses_what_does_not_fit(fields, message):
     with pytest.raises(ValueError, match=message):
         MqarTask(*fields)
