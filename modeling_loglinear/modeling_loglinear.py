@@ -5,9 +5,9 @@ and `out_proj`. Its attention is log-linear (arXiv 2506.04761): the state is a F
 lambda that the input decides (arXiv 2605.06946).
 """
 
+import copy
 import math
 import os
-from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -731,22 +731,21 @@ class LogLinearForCausalLM(LogLinearPreTrainedModel, GenerationMixin):
         finally:
             self.backbone.decode_graph = outer
 
-    @contextmanager
     def _without_position_limit(self):
-        """`max_position_embeddings` limits nothing here: longer text shares the weight of the top level."""
-        limit, self.config.max_position_embeddings = self.config.max_position_embeddings, 2**62
-        try:
-            yield
-        finally:
-            self.config.max_position_embeddings = limit
+        """This model with a config whose `max_position_embeddings` limits nothing: longer text shares the top level's weight.
+
+        A copy, since other threads may generate with the same model.
+        """
+        unlimited = copy.copy(self)
+        unlimited.config = copy.copy(self.config)
+        unlimited.config.max_position_embeddings = 2**62
+        return unlimited
 
     def _prepare_generated_length(self, *args, **kwargs):
-        with self._without_position_limit():
-            return super()._prepare_generated_length(*args, **kwargs)
+        return super(LogLinearForCausalLM, self._without_position_limit())._prepare_generated_length(*args, **kwargs)
 
     def _get_stopping_criteria(self, *args, **kwargs):
-        with self._without_position_limit():
-            return super()._get_stopping_criteria(*args, **kwargs)
+        return super(LogLinearForCausalLM, self._without_position_limit())._get_stopping_criteria(*args, **kwargs)
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, batch_size, *args):
         implementation = generation_config.cache_implementation
