@@ -292,6 +292,9 @@ def test_library_interface(kind):
     assert int(cache.get_seq_length()) == 0
     after_reset = MODEL(ids, attention_mask=mask, past_key_values=cache).logits
     assert torch.allclose(after_reset, output.logits, atol=1e-5)
+    cache.reset()
+    if not cache.layers[0].static:  # else the tensors stay as they are
+        assert MODEL(ids[:1], past_key_values=cache).logits.shape[0] == cache.batch_size == 1
 
 
 def test_repr_says_tokens_levels_and_bytes():
@@ -463,6 +466,12 @@ def test_saved_cache_is_the_same(kind, tmp_path):
     assert torch.equal(MODEL(piece, past_key_values=loaded).logits, MODEL(piece, past_key_values=cache).logits)
     with pytest.raises(ValueError, match="`batch_size` is 2 in the cache and 1 here"):
         MODEL(piece[:1], past_key_values=FenwickCache.load(tmp_path / "a"))
+    half = small_model().bfloat16()
+    cache = new_cache(kind, half)
+    half(ids, attention_mask=mask, past_key_values=cache)
+    cache.save(tmp_path / "half")
+    loaded = FenwickCache.load(tmp_path / "half")
+    assert torch.equal(half(piece, past_key_values=loaded).logits, half(piece, past_key_values=cache).logits)
 
 
 def test_wrong_files(tmp_path, monkeypatch):

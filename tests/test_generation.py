@@ -21,7 +21,7 @@ The cases of the library's own generation tests, and where they are here:
 | longer than `max_position_embeddings`, default length | test_longer_than_max_position_embeddings |
 | classifier-free guidance, custom generation loop, no prompt | test_other_entries |
 | streaming, stopping, stop strings, pipeline | test_streaming, test_stopping, test_pipeline |
-| `torch.inference_mode` | test_inference_mode |
+| `torch.inference_mode`, several threads | test_inference_mode, test_threads |
 """
 
 import functools
@@ -419,6 +419,21 @@ def test_inference_mode():
     assert rest.sequences[0, len(ROWS[0]) :].tolist() == EXPECTED[0]
 
 
+def test_threads():
+    """One model, several threads that generate at once: everyone gets the own text, and the config stays as it was."""
+    found = [None] * len(ROWS)
+
+    def work(index):
+        found[index] = generate(ROWS[index][None])[0]
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(ROWS))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == EXPECTED and MODEL.config.max_position_embeddings == 64
+
+
 # ----------------------------------------------------------------------------------------------------------- around generate
 
 
@@ -480,16 +495,17 @@ class Graphs:
 
 def test_compiled_step_is_one_graph():
     """With a static cache the decoding step is one graph (`fullgraph=True`), never compiled again: not as the text grows over
-    chunk borders and levels, nor for other lengths of the rows, a second text or a crop between."""
+    chunk borders and levels, nor for other lengths of the rows, a crop between, a second text in the same or in a new cache,
+    with or without padding."""
     graphs = Graphs()
     torch._dynamo.reset()
     step = torch.compile(MODEL.forward, backend=graphs, fullgraph=True)
-    cache = FenwickCache(MODEL.config, static=True)
-    ids, mask = padded(ROWS, "left")
     with torch.no_grad():
-        for rows in (ROWS, [ROWS[1], ROWS[2], ROWS[0]]):
-            ids, mask = padded(rows, "mixed")
+        for rows, padding in ((ROWS, "mixed"), ([ROWS[1], ROWS[2], ROWS[0]], "left"), ([ROWS[2]] * 3, "none")):
+            if padding != "left":  # there the first cache is used again
+                cache = FenwickCache(MODEL.config, static=True)
             cache.reset()
+            ids, mask = padded(rows, padding)
             token = MODEL(ids, attention_mask=mask, past_key_values=cache).logits[:, -1:].argmax(-1)
             found = [token]
             for index in range(NEW - 1):
