@@ -52,6 +52,13 @@ logger = logging.get_logger(__name__)
 CACHE_NAME = "cache" if "cache" in {field.name for field in fields(BaseModelOutputWithPast)} else "past_key_values"
 
 
+AUTO_MAP = {
+    "AutoConfig": "configuration_loglinear.LogLinearConfig",
+    "AutoModel": "modeling_loglinear.LogLinearModel",
+    "AutoModelForCausalLM": "modeling_loglinear.LogLinearForCausalLM",
+}
+
+
 @dataclass
 class LogLinearModelOutput(BaseModelOutputWithPast):
     """`last_hidden_state`, the cache (as `cache` and as `past_key_values`) and `hidden_states`."""
@@ -350,6 +357,12 @@ class LogLinearPreTrainedModel(PreTrainedModel):
     _can_compile_fullgraph = True
     _is_stateful = False  # the cache can be rolled back
     _supports_attention_backend = False
+
+    def save_pretrained(self, *args, **kwargs):
+        """As in the library. The checkpoint carries its code, and names it for every Auto class."""
+        if self._auto_class is not None:
+            self.config.auto_map = dict(AUTO_MAP)
+        super().save_pretrained(*args, **kwargs)
 
     def _init_weights(self, module):
         super()._init_weights(module)
@@ -763,9 +776,7 @@ class LogLinearForCausalLM(LogLinearPreTrainedModel, GenerationMixin):
         model_kwargs = model_kwargs | {"is_prompt": True}  # for `prepare_inputs_for_generation`
         return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
 
-    def prepare_inputs_for_generation(
-        self, input_ids, inputs_embeds=None, is_first_iteration=False, is_prompt=False, **kwargs
-    ):
+    def prepare_inputs_for_generation(self, input_ids, inputs_embeds=None, is_first_iteration=False, is_prompt=False, **kwargs):
         inputs = super().prepare_inputs_for_generation(
             input_ids, inputs_embeds=inputs_embeds, is_first_iteration=is_first_iteration, **kwargs
         )
