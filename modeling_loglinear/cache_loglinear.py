@@ -77,9 +77,8 @@ class FenwickLayer(CacheLayerMixin):
     *Columns* count positions of the input, padding included: `generate()` slices by them. `lengths` counts real tokens per
     row. The sizes are taken from the first forward pass.
 
-    Args:
-        static (`bool`, *optional*): keep every tensor at its address and count columns on the device, so that a compiled
-            decoding step neither recompiles nor needs new memory. Defaults to the attribute of the class.
+    Its subclass [`StaticFenwickLayer`] keeps every tensor at its address and counts columns on the device, so that a compiled
+    decoding step neither recompiles nor needs new memory.
     """
 
     is_croppable = True
@@ -87,10 +86,8 @@ class FenwickLayer(CacheLayerMixin):
     supports_early_init = False
     static = False
 
-    def __init__(self, static: bool | None = None, **kwargs):
+    def __init__(self, **kwargs):
         super().__init__()
-        if static is not None:
-            self.static = static
         self.leader = self
         self.sizes: LayerSizes | None = None
         self.device = None
@@ -256,7 +253,7 @@ class FenwickLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> int:
         """Columns consumed, padding included; a tensor of no dimension in a static cache."""
-        return self.leader.columns
+        return self.leader.columns.clone() if self.leader.static and self.leader.sizes else self.leader.columns
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(columns with the query, 0): what a mask over everything would measure."""
@@ -476,6 +473,11 @@ class FenwickCache(Cache):
         if offloading and not torch.accelerator.is_available():
             raise ValueError("`offloading` moves the cache from a GPU to the CPU, but this machine has no GPU.")
         super().__init__(layers=_make_layers(config.num_hidden_layers, static), offloading=offloading)
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether a compiled step may use this cache: a static one that stays on its device."""
+        return not self.offloading and super().is_compileable
 
     @property
     def lengths(self) -> torch.Tensor | None:
