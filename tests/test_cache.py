@@ -278,7 +278,9 @@ def test_library_interface(kind):
     cache.reorder_cache(torch.tensor([3, 0, 1, 2]))
     cache.batch_select_indices(torch.tensor([0, 1]))
     assert cache.layers[0].lengths.tolist() == [9, 20]
+    columns = cache.get_seq_length()
     cache.crop(-4)
+    assert (int(columns), int(cache.get_seq_length())) == (20, 16)
     assert cache.layers[0].lengths.tolist() == [5, 16]
     for layer in cache.layers:
         layer.offload()
