@@ -21,6 +21,7 @@ The cases of the library's own generation tests, and where they are here:
 | longer than `max_position_embeddings`, default length | test_longer_than_max_position_embeddings |
 | classifier-free guidance, custom generation loop, no prompt | test_other_entries |
 | streaming, stopping, stop strings, pipeline | test_streaming, test_stopping, test_pipeline |
+| static (compiled, replayed) and offloaded on a GPU, no waiting | test_caches_on_a_gpu, test_a_step_never_waits_* |
 | `torch.inference_mode`, several threads | test_inference_mode, test_threads |
 """
 
@@ -540,6 +541,48 @@ def test_compiled_generate():
             output.append(token)
             token = forward(input_ids=token, past_key_values=cache).logits.argmax(-1)
     assert torch.cat(output, 1).tolist() == EXPECTED
+
+
+# ----------------------------------------------------------------------------------------------------------- on a GPU
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+
+@needs_gpu
+@pytest.mark.parametrize("kwargs", [{}, {"cache_implementation": "static"}, {"cache_implementation": "offloaded"}])
+@pytest.mark.parametrize("disable_compile", [False, True])
+def test_caches_on_a_gpu(kwargs, disable_compile):
+    """Plain, static (compiled and replayed) and offloaded: every step's logits equal a forward pass over the written text."""
+    model = small_model(state_size=16).cuda()
+    ids, mask = (x.cuda() for x in padded(ROWS, "left"))
+    output = model.generate(
+        ids, attention_mask=mask, do_sample=False, max_new_tokens=NEW, disable_compile=disable_compile,
+        return_dict_in_generate=True, output_logits=True, **kwargs,
+    )  # fmt: skip
+    mask = torch.cat([mask, mask.new_ones(3, NEW)], 1)
+    with torch.no_grad():
+        expected = model(output.sequences, attention_mask=mask, use_cache=False).logits[:, ids.shape[1] - 1 : -1]
+    found = torch.stack(output.logits, 1)
+    assert (found - expected).abs().max() < 2e-2 * expected.abs().max()
+
+
+@needs_gpu
+def test_a_step_never_waits_for_the_device():
+    """An eager step, also one where a chunk is merged, makes no call that waits for the GPU."""
+    model = small_model(state_size=16).cuda()
+    cache = FenwickCache(model.config)
+    tokens = random_tokens(3, NEW).cuda().split(1, dim=1)
+    with torch.no_grad():
+        model(random_tokens(3, 40).cuda(), past_key_values=cache)
+        for token in tokens:
+            model(token, past_key_values=cache)  # compiles the kernels
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for token in tokens:
+                model(token, past_key_values=cache)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 def test_generation_class():
