@@ -106,13 +106,6 @@ def at_least_float32(x):
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def rms_norm(x, eps):
-    """x / sqrt(mean(x^2) + eps) over the last dimension."""
-    if x.is_cuda:
-        return F.rms_norm(x, x.shape[-1:], eps=eps)  # one kernel; on a CPU the same call is slower than its parts
-    return x * (x.square().sum(-1, keepdim=True) * (1 / x.shape[-1]) + eps).rsqrt()
-
-
 class LogLinearRMSNorm(nn.Module):
     """Root-mean-square norm over the last dimension, in float32."""
 
@@ -124,7 +117,7 @@ class LogLinearRMSNorm(nn.Module):
     def forward(self, hidden_states):
         if use_fused(hidden_states):
             return fused_rms_norm(hidden_states, self.weight, self.variance_epsilon)
-        normed = rms_norm(at_least_float32(hidden_states), self.variance_epsilon)
+        normed = F.rms_norm(at_least_float32(hidden_states), hidden_states.shape[-1:], eps=self.variance_epsilon)
         return self.weight * normed.to(self.weight.dtype)
 
 
@@ -145,7 +138,7 @@ class LogLinearGatedRMSNorm(nn.Module):
         hidden_states = torch.addcmul(hidden_states, skip.to(hidden_states.dtype)[:, None], values).flatten(-2)
         gated = at_least_float32(hidden_states) * F.silu(at_least_float32(gate))
         grouped = gated.unflatten(-1, (self.num_groups, -1))  # [B, T, G, H * P / G]
-        normed = rms_norm(grouped, self.variance_epsilon).flatten(-2)
+        normed = F.rms_norm(grouped, grouped.shape[-1:], eps=self.variance_epsilon).flatten(-2)
         return self.weight * normed.to(self.weight.dtype)
 
 
@@ -280,7 +273,7 @@ class LogLinearMixer(nn.Module):
         weight, bias = self.conv1d.weight, self.conv1d.bias  # [conv_dim, 1, K], [conv_dim]
         if layout.step is not None:
             layout.step.write(cache_layer.conv_ring, conv_inputs[:, 0])
-            mixed = (layout.step.window(cache_layer.conv_ring, K) * weight[:, 0].T).sum(1, keepdim=True)
+            mixed = (layout.step.window(cache_layer.conv_ring, K) * weight[:, 0].T.contiguous()).sum(1, keepdim=True)
             return mixed if bias is None else mixed + bias
         if layout.positions is not None:  # packed: a tap must not reach into the sequence before
             padded = F.pad(conv_inputs, (0, 0, K - 1, 0))
