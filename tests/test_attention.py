@@ -473,10 +473,12 @@ def test_vmap_over_parameters(packed):
             assert_close(row[index], alone)
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("form", ["dense", "ragged", "packed", "state"])
-def test_compiles_without_graph_breaks(form):
-    """torch.compile(fullgraph=True) gives the same outputs and gradients, for every form of input."""
+def test_compiles_without_graph_breaks(form, compiler):
+    """torch.compile(fullgraph=True) gives the same outputs and gradients, for every form of input: as a traced graph, and
+    (slow) as generated code.
+    """
     inputs = [x.requires_grad_() for x in draw(B=1, T=100, L=8, dtype=torch.float32)]
     arguments = {"chunk_size": 16, "backend": "torch"}
     if form == "ragged":
@@ -492,7 +494,7 @@ def test_compiles_without_graph_breaks(form):
         return (output, *state[:4]) if form == "state" else (output,)
 
     wanted = run(*inputs)
-    actual = torch.compile(run, fullgraph=True)(*inputs)
+    actual = torch.compile(run, fullgraph=True, backend=compiler)(*inputs)
     for a, b in zip((*actual, *gradients(inputs, *actual)), (*wanted, *gradients(inputs, *wanted))):
         assert_close(a.detach(), b.detach(), 1e-5)
 

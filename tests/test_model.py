@@ -937,15 +937,17 @@ def test_state_dict_names():
     }  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("ragged", [False, True])
-def test_training_compiles_without_graph_breaks(ragged):
-    """torch.compile(fullgraph=True) of the training forward gives the eager loss and gradients."""
+def test_training_compiles_without_graph_breaks(ragged, compiler):
+    """torch.compile(fullgraph=True) of the training forward gives the eager loss and gradients: as a traced graph, and
+    (slow) as generated code.
+    """
     model = model_of().train()
     ids = tokens(2, 50)
     mask = (torch.arange(50) < torch.tensor([[50], [20]])).long() if ragged else None
     results = []
-    for run in (model, torch.compile(model, fullgraph=True)):
+    for run in (model, torch.compile(model, fullgraph=True, backend=compiler)):
         model.zero_grad()
         loss = run(ids, attention_mask=mask, labels=ids).loss
         loss.backward()
