@@ -8,9 +8,8 @@ Measured, each at several lengths T with batch 1 (medians of `--repeats` runs af
 
 - parameters: what the lambda modes add to a model over `fixed` (Mamba-2), counted on the meta device;
 - training: seconds of a forward and backward pass (on a CPU the process's CPU time); bytes that the forward pass
-keeps for the backward pass (each
-tensor once, parameters apart), a number
-  that does not depend on the machine; on a GPU also the peak of allocated memory;
+  keeps for the backward pass (each tensor once, parameters apart), a number that does not depend on the machine; on a
+  GPU also the peak of allocated memory;
 - cache: bytes of all tensors in the cache after T tokens.
 
 An exponent e is the slope of log(cost) against log(T) by least squares over the longer half of the lengths: 1 is

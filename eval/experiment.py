@@ -15,8 +15,8 @@ A preset is a JSON file (see `configuration/mqar-*.json`):
     test_examples  examples per test (a multiple of 32)
     stack          most runs trained at once
 
-Results are appended stack by stack, so an interrupted experiment keeps what it has, and starting it again does only
-what is missing.
+Results are appended stack by stack, so an interrupted experiment keeps what it has, and starting it again does
+only what is missing.
 """
 
 import argparse
@@ -160,15 +160,11 @@ def run_preset(preset, task_class, output, mixers=MIXERS, device="cpu", compile=
         # Compiled steps hold the model of their stack's class only through its shapes, so they serve all stacks of
         # one mixer.
         steps = compiled.setdefault((group[0].run.mixer, group[0].sizes, group[0].recipe), {}) if compile else None
-        rows, stack, weights = run_stack(
-            group, preset.get("test", [{}]), preset.get("test_examples", 256), device, steps
-        )
+        rows, stack, weights = run_stack(group, preset.get("test", [{}]), preset.get("test_examples", 256), device, steps)
         records.append(output, [{"name": preset["name"], **row, **environment} for row in rows])
         if save:
             best = max(range(len(rows)), key=lambda i: (group[i].run.task.answers, rows[i]["tests"][0]["accuracy"]))
-            path = (
-                pathlib.Path(save) / f"{preset['name']}-{group[0].run.mixer}-{len(list(pathlib.Path(save).glob('*')))}"
-            )
+            path = pathlib.Path(save) / f"{preset['name']}-{group[0].run.mixer}-{len(list(pathlib.Path(save).glob('*')))}"
             stack.model(weights[best]).save_pretrained(path)
             (path / "record.json").write_text(json.dumps(rows[best]), encoding="utf-8")
 

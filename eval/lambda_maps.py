@@ -2,16 +2,14 @@
 content-dependent they are.
 
     python -m eval.lambda_maps --model CHECKPOINT --text "Some text ..."
-    python -m eval.lambda_maps --model CHECKPOINT --pairs 8 --length 128        # a recall example, for models of
-    eval.mqar
+    python -m eval.lambda_maps --model CHECKPOINT --pairs 8 --length 128    # a recall example
 
 For every layer and head:
 
 - entropy over levels: of lambda divided by its sum over the levels that the position can use, averaged over tokens,
-divided
-  by the log of their number: 1 is uniform, 0 means one level;
+  divided by the log of their number: 1 is uniform, 0 means one level;
 - variance over tokens: of lambda divided by its mean over tokens, averaged over levels: 0 means that the text is
-ignored.
+  ignored.
 
 A position t can use level 0 and the levels of the set bits of t; only these count.
 """
@@ -127,6 +125,7 @@ def main():
     source.add_argument("--text", help="text to read, with the checkpoint's tokenizer")
     source.add_argument("--pairs", type=int, help="draw a recall example with so many pairs")
     parser.add_argument("--length", type=int, default=128, help="tokens of the recall example, and most tokens of a text")
+    parser.add_argument("--about", default="", help="what to call the model in the report")
     parser.add_argument("--output", default="lambda_maps.json", help="numbers and weights; the plot stands beside it")
     a = parser.parse_args()
     try:
@@ -139,7 +138,7 @@ def main():
             if ids.numel() == 0:
                 raise ValueError("text is empty")
             tokens = [tokenizer.decode([i]) for i in ids[0].tolist()]
-        result = analyse(model, ids, tokens)
+        result = analyse(model, ids, tokens, about=a.about or pathlib.Path(a.model).name)
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
     records.write(a.output, json.dumps(result) + "\n")

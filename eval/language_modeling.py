@@ -8,8 +8,8 @@ every `1 / heldout`-th block of 64 KiB is held out:
     python -m eval.language_modeling train --preset configuration/lm-gcide.json --tokens tokens/
 
 The second trains all runs of a preset (seeds of a model as one stack) and appends a record per run: perplexity per
-token and bits per byte on the held-out part and
-on the zero-shot text, each token predicted once, in windows of the training length.
+token and bits per byte on the held-out part and on the zero-shot text, each token predicted once, in windows of
+the training length.
 """
 
 import argparse

@@ -3,14 +3,12 @@ told?
 
 An example states k (key, value) pairs and later asks for the value of every key once:
 
-    k1 v1 k2 v2 ... | x k2 x x x k1 x ...      at a query the model must output the value of that key; x is random
-    filler
+    k1 v1 k2 v2 ... | x k2 x x x k1 x ...      at a key the model must output its value; x is random filler
 
 Keys come from [1, V/2) and values from [V/2, V), all different within an example. The query of a pair stands at an
-even offset from the end of the pairs, 2 * gap with gap drawn
-without replacement from p(gap) ~ (gap + 1)^(power - 1): most questions come soon, some late. Filler is drawn from the
-whole vocabulary, so it may repeat a key;
-the first occurrence counts.
+even offset from the end of the pairs, 2 * gap with gap drawn without replacement from p(gap) ~ (gap + 1)^(power -
+1): most questions come soon, some late. Filler is drawn from the whole vocabulary, so it may repeat a key; the
+first occurrence counts.
 
 Run `python -m eval.mqar --preset configuration/mqar-quick.json` for the effect in minutes, `python -m eval.report`
 for tables and plots.

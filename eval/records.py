@@ -3,9 +3,9 @@
 `python -m eval.report` regenerates all tables (CSV, model cards) and plots from the records in `eval/records/`; no
 figure of the README or a card has another source.
 
-A record is one JSON object per line and run, see `eval/experiment.py`. Means over seeds hide that a recall run either
-leaves the plateau at chance or does not, so every table
-gives the share of solved runs (accuracy at least `SOLVED`) and the range beside mean and standard deviation.
+A record is one JSON object per line and run, see `eval/experiment.py`. Means over seeds hide that a recall run
+either leaves the plateau at chance or does not, so every table gives the share of solved runs (accuracy at least
+`SOLVED`) and the range beside mean and standard deviation.
 """
 
 import itertools

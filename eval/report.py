@@ -3,8 +3,7 @@
     python -m eval.report
 
 Writes `eval/records/*.csv`, `model_cards/*.md` and `model_cards/plots/*.png`. The best learning rate of a mixer is
-chosen
-on the tuning seeds (0 and 1) and reported on the others.
+chosen on the tuning seeds (0 and 1) and reported on the others.
 """
 
 import json
@@ -106,7 +105,13 @@ def report_mqar(rows):
         ]
         sections.append("\n".join(map(picture, made)))
     sections += [length_section(rows), rate_table(rows)]
-    return card("Recall (MQAR)", MQAR_CLAIMS, "python -m eval.mqar --preset configuration/mqar-grid.json", rows, *sections)
+    return card(
+        "Recall (MQAR)",
+        MQAR_CLAIMS,
+        "python -m eval.mqar --preset configuration/mqar-{grid,cpu,cpu-levels}.json",
+        rows,
+        *sections,
+    )
 
 
 def report_copying(rows):

@@ -7,8 +7,8 @@ again in order.
 Token 0 is noise, token 1 the marker, content tokens are 2 to V - 1 and may repeat. An example has `length` tokens,
 markers included.
 
-Run `python -m eval.selective_copying --preset configuration/selective-copying.json`, and `python -m eval.report` for
-tables and plots.
+Run `python -m eval.selective_copying --preset configuration/selective-copying.json`, and `python -m eval.report`
+for tables and plots.
 """
 
 import dataclasses
@@ -59,9 +59,7 @@ class SelectiveCopyingTask:
         """Draw examples: ids [count, T], positions of the markers [count, M] and the content in order [count, M]."""
         device, body = generator.device, self.length - self.memory
         content = torch.randint(CONTENT, self.vocab_size, (count, self.memory), device=device, generator=generator)
-        places = (
-            torch.rand(count, body, device=device, generator=generator).topk(self.memory, dim=1).indices.sort(1).values
-        )
+        places = torch.rand(count, body, device=device, generator=generator).topk(self.memory, dim=1).indices.sort(1).values
         ids = torch.full((count, self.length), NOISE, device=device)
         ids.scatter_(1, places, content)
         ids[:, body:] = MARKER

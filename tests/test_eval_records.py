@@ -126,7 +126,7 @@ def test_command_line_says_what_is_wrong_in_one_line(tmp_path):
     assert done.stderr.strip().splitlines()[-1] == "error: length is 8; allowed is at least 4 * pairs = 16"
 
 
-@pytest.mark.parametrize("name", ["mqar-quick", "mqar-grid", "mqar-levels"])
+@pytest.mark.parametrize("name", ["mqar-quick", "mqar-cpu", "mqar-cpu-levels", "mqar-grid", "mqar-levels"])
 def test_shipped_presets_are_valid(name):
     preset = experiment.load_preset(records.FOLDER.parents[1] / "configuration" / f"{name}.json")
     assert experiment.expand(preset, MqarTask)
