@@ -4,7 +4,12 @@ A static Fenwick cache keeps its shape and its addresses, whatever the length. S
 replayed, with none of the hundreds of launches that an eager step spends its time on, and without a compiler.
 """
 
+from contextvars import ContextVar
+
 import torch
+
+# The graph of the `generate()` that runs in this thread; weights and hooks do not change meanwhile.
+RUNNING = ContextVar("running decode graph", default=None)
 
 
 class DecodeGraph:
@@ -41,7 +46,7 @@ class DecodeGraph:
     def _record(self, run, hidden_states):
         self.hidden_states = hidden_states.clone()
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device_of(hidden_states), torch.cuda.graph(self.graph):
+        with torch.cuda.device_of(hidden_states), torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
             self.output = run(self.hidden_states)
 
 

@@ -34,7 +34,7 @@ from .attention_loglinear import (
 )
 from .cache_loglinear import FenwickCache
 from .configuration_loglinear import LogLinearConfig
-from .graph_loglinear import DecodeGraph, can_record
+from .graph_loglinear import RUNNING, DecodeGraph, can_record
 
 try:
     from .fused_loglinear import convolution as fused_convolution
@@ -394,7 +394,6 @@ class LogLinearModel(LogLinearPreTrainedModel):
         self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList([LogLinearBlock(config, layer_idx) for layer_idx in range(config.num_hidden_layers)])
         self.gradient_checkpointing = False
-        self.decode_graph = None  # of the `generate()` that is running
         self.norm_f = LogLinearRMSNorm(config.hidden_size, config.layer_norm_epsilon)
         self.post_init()
 
@@ -466,7 +465,7 @@ class LogLinearModel(LogLinearPreTrainedModel):
         compact = padding.compact(hidden_states)
         last_hidden = None if cache is None or padding.mask is None else cache.layers[0].last_hidden()
         if self._replays(cache, padding) and all_hidden_states is None:
-            hidden_states = self.decode_graph.step(lambda x: self._run(x, cache, padding), compact, cache)
+            hidden_states = RUNNING.get().step(lambda x: self._run(x, cache, padding), compact, cache)
         else:
             hidden_states = self._run(compact, cache, padding, cu_seqlens, all_hidden_states)
         if output_hidden_states:
@@ -507,10 +506,10 @@ class LogLinearModel(LogLinearPreTrainedModel):
 
     def _replays(self, cache, padding):
         """Whether this is a step of `generate()` that may be recorded and replayed."""
-        if self.decode_graph is None or cache is None or padding.shape[1] > 1 or padding.mask is not None:
+        if torch.compiler.is_compiling() or cache is None or padding.shape[1] > 1 or padding.mask is not None:
             return False
         leader = cache.layers[0]
-        return leader.static and leader.started and leader.record is None and not torch.compiler.is_compiling()
+        return leader.static and leader.started and leader.record is None and RUNNING.get() is not None
 
     def _embed(self, input_ids):
         if input_ids.dim() != 2:
@@ -730,12 +729,12 @@ class LogLinearForCausalLM(LogLinearPreTrainedModel, GenerationMixin):
 
     def generate(self, *args, **kwargs):
         """As in the library. On a GPU, `cache_implementation="static"` with `disable_compile=True` replays one CUDA graph."""
-        outer = self.backbone.decode_graph
-        self.backbone.decode_graph = DecodeGraph() if can_record(self) and self.config.backend in ("auto", "triton") else None
+        recordable = can_record(self) and self.config.backend in ("auto", "triton")
+        token = RUNNING.set(DecodeGraph() if recordable else None)
         try:
             return super().generate(*args, **kwargs)
         finally:
-            self.backbone.decode_graph = outer
+            RUNNING.reset(token)
 
     def _without_position_limit(self):
         """This model with a config whose `max_position_embeddings` limits nothing: longer text shares the top level's weight.

@@ -134,4 +134,3 @@ def test_replayed_steps_generate_what_eager_steps_generate(options):
     hook.remove()
     assert torch.equal(replayed, eager)
     assert len(calls) == 80, "the hook saw every step"
-    assert model.backbone.decode_graph is None
