@@ -52,10 +52,11 @@ def setting_sections(rows):
     parts = []
     for (name,), part in records.group(rows, records.setting).items():
         tuning = records.tuning_seeds(part)
-        how = "chosen on seeds 0 and 1, reported on the others" if tuning else "chosen on all seeds"
-        best = records.comparison_table(records.compare(part))
-        parts.append(f"## {name}\n\nEach mixer at its best learning rate ({how}):\n\n{best}{missing(part)}")
         rates = sorted({row["learning_rate"] for row in part})
+        how = "chosen on seeds 0 and 1, reported on the others" if tuning else "chosen on the seeds it is reported on"
+        title = f"Each mixer at its best learning rate ({how})" if len(rates) > 1 else "One learning rate, not tuned"
+        best = records.comparison_table(records.compare(part))
+        parts.append(f"## {name}\n\n{title}:\n\n{best}{missing(part)}")
         for rate in rates if len({row["mixer"] for row in part}) > 1 and len(rates) > 1 else ():
             table = records.comparison_table(records.compare(part, rate))
             parts.append(f"All seeds at the learning rate {rate:g}:\n\n{table}")
