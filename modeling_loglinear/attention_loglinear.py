@@ -281,7 +281,7 @@ def _use_triton(backend, query, value, level_weights, chunk_size):
     if backend == "triton" and not supported:
         raise ValueError(
             "`backend` is 'triton', but the kernels do not support "
-            f"query {list(query.shape)} {query.dtype} on {query.device}, value {list(value.shape)} and chunk size {chunk_size}, "
+            f"query {list(query.shape)} {query.dtype} on {query.device}, value {list(value.shape)}, chunk size {chunk_size}, "
             "or Triton is not installed; use 'auto' or 'torch'."
         )
     return supported
@@ -659,7 +659,8 @@ def _inside_chunks(q, k, v, decay, weights):
     H, L = weights.shape[2:]
     i, j = torch.arange(C, device=q.device)[:, None], torch.arange(C, device=q.device)
     level = bit_length(i ^ j).clamp(max=L - 1)  # [C, C]
-    is_level = F.one_hot(level, min(C.bit_length(), L)).to(q.dtype)  # [C, C, l]; a product, since its gradient is one as well
+    # [C, C, l]: choosing the weights is a product, since its gradient is one as well
+    is_level = (level[..., None] == torch.arange(min(C.bit_length(), L), device=q.device)).to(q.dtype)
     weight = torch.einsum("sihl,ijl->shij", weights[..., : is_level.shape[-1]], is_level)  # [S, H, C, C]
     along_i = decay.transpose(1, 2)  # [S, H, C]
     gate = (along_i[..., :, None] - along_i[..., None, :]).masked_fill(i < j, -torch.inf).exp() * weight
@@ -847,46 +848,46 @@ class StepPositions:
 
     def write(self, ring, token):
         """Puts token [B, ...] into the slot of its position in ring [B, 2C, ...], in place."""
-        slots = ring.flatten(0, 1)
+        slots = ring.view(-1, *ring.shape[2:])
         if self.active is not None:
             active = self.active.view(-1, *[1] * (token.dim() - 1))
             token = torch.where(active, token, slots.index_select(0, self.slot))
-        slots.index_copy_(0, self.slot, token.to(ring.dtype))
+        slots.index_copy_(0, self.slot, in_dtype(token, ring.dtype))
 
     def window(self, ring, width):
         """The newest `width` entries of ring [B, 2C, D], this token included: [B, width, D]."""
         if self._window is None:
             back = torch.arange(1 - width, 1, device=ring.device)
             self._window = (self.row[:, None] + (self.lengths[:, None] + back) % ring.shape[1]).flatten()
-        return ring.flatten(0, 1).index_select(0, self._window).unflatten(0, (-1, width))
+        return ring.view(-1, ring.shape[2]).index_select(0, self._window).view(-1, width, ring.shape[2])
 
     def tables(self, K, L, dtype):
-        """(full, read, later, absent, level) for keys that stand in the 2C slots of the tail and in the blocks.
+        """(full, read, later, of_level) for keys that stand in the 2C slots of the tail and in the blocks.
 
         full [B]: rows whose oldest chunk becomes a block now; None if it is known that there is none
         read: how many of the K blocks have to be read
-        later [B, 2C + read, 2C]: which tokens' decays come between a key and this token
-        absent [B, 2C + read, 1]: 0 where there is a key, -inf elsewhere
-        level [B, 1, 2C + read]: level of each key, seen from this token
+        later [B, 2C, 2C + read]: 1 where a token's decay comes between a key and this token
+        of_level [B, L, 2C + read]: 1 at the level of a key, seen from this token; 0 everywhere where there is no key
         """
         if self._tables is None:
             self._tables = self._make_tables(K, L, dtype)
         return self._tables
 
     def _make_tables(self, K, L, dtype):
-        C, t = self.chunk_size, self.lengths[:, None]  # [B, 1]
-        full = self.lengths == (self.merged_chunks + 2) * C
-        if self.active is not None:
-            full = full & self.active
-        merged = (self.merged_chunks + full)[:, None]
+        C, t = self.chunk_size, self.lengths.unsqueeze(1)  # [B, 1]
+        full, read, merged = None, K, self.merged_chunks
+        readable = _readable(t)
+        if not readable or any(t == (m + 2) * C for t, m in zip(self.lengths.tolist(), merged.tolist())):
+            full = self.lengths == (merged + 2) * C
+            full = full if self.active is None else full & self.active
+            merged = merged + full
+        if readable:  # a CPU need not read blocks that no row has yet
+            read = min(K, max(merged.tolist()).bit_length())
+        merged = merged.unsqueeze(1)
         position = t - (t - torch.arange(2 * C, device=t.device)) % (2 * C)  # [B, 2C] of the token in each slot
         present = position >= merged * C
-        level = bit_length(t ^ position.clamp(min=0))
-        read = K
-        if _readable(t):  # a CPU need not read blocks that no row has yet
-            read = min(K, int(merged.max()).bit_length())
-            full = full if full.any() else None
-        later = (position[..., None] < position[:, None]) & present[:, None]
+        level = bit_length(t ^ position)  # of no meaning where no token is present
+        later = (position.unsqueeze(1) < position.unsqueeze(2)) & present.unsqueeze(2)
         if read:
             blocks = torch.arange(read, device=t.device)
             start = (merged >> blocks + 1) << blocks + 1  # [B, read] first chunk of the block
@@ -895,37 +896,42 @@ class StepPositions:
             if read == K:  # the last block takes everything older
                 block_level[:, -1] = L - 1
                 occupied[:, -1:] = merged >> K - 1 > 0
-            later = torch.cat([later, present[:, None].expand(-1, read, -1)], 1)
+            later = torch.cat([later, present[..., None].expand(-1, -1, read)], 2)
             present, level = torch.cat([present, occupied], 1), torch.cat([level, block_level], 1)
-        absent = torch.zeros_like(present, dtype=dtype).masked_fill(~present, -torch.inf)[..., None]
-        return full, read, later.to(dtype), absent, level.clamp(max=L - 1)[:, None]
+        of_level = level.clamp(max=L - 1).unsqueeze(1) == torch.arange(L, device=t.device).unsqueeze(1)
+        return full, read, later.to(dtype), (of_level & present.unsqueeze(1)).to(dtype)
 
 
 def _torch_decode_step(query, key, value, log_decay, level_weights, state, positions):
     """See `loglinear_attention_step`; query, key [B, G, N], value [B, H, P], log_decay [B, H], level_weights [B, H, L]."""
-    (B, G, N), H = query.shape, value.shape[1]
+    (B, G, N), H, P = query.shape, *value.shape[1:]
     R, K, dtype = state.key.shape[1], state.levels.shape[1], state.levels.dtype
-    full, read, later, absent, level = positions.tables(K, level_weights.shape[-1], dtype)
+    full, read, later, of_level = positions.tables(K, level_weights.shape[-1], dtype)
     if full is not None:
         _merge_oldest_chunk(state, full)
-    for ring, token in zip(state[:3], (key, value, log_decay)):
-        positions.write(ring, token)
+    positions.write(state.key, key)
+    positions.write(state.value, value)
+    positions.write(state.log_decay, log_decay)
     # The blocks are decayed up to the first position of the tail, so all of the tail comes after them.
-    decay = torch.baddbmm(absent, later, state.log_decay).exp()  # [B, 2C + read, H]
-    gate = level_weights.to(dtype).gather(2, level.expand(-1, H, -1)) * decay.mT  # [B, H, 2C + read]
-    gate = gate.view(B * G, H // G, R + read)
-    query = query.to(dtype).reshape(B * G, 1, N)
-    keys = state.key.to(dtype).transpose(1, 2).flatten(0, 1)  # [B * G, 2C, N]
-    values = state.value.to(dtype).transpose(1, 2).flatten(0, 1)  # [B * H, 2C, P]
-    scores = torch.bmm(query, keys.mT) * gate[..., :R]  # [B * G, H/G, 2C]
-    output = torch.bmm(scores.view(B * H, 1, R), values).view(value.shape)  # [B, H, P]
+    decay = torch.bmm(state.log_decay.mT, later).exp_()  # [B, H, 2C + read]
+    gate = (torch.bmm(in_dtype(level_weights, dtype), of_level) * decay).view(B * G, H // G, R + read)
+    query = in_dtype(query, dtype).reshape(B * G, 1, N)
+    keys = in_dtype(state.key, dtype).permute(0, 2, 3, 1).reshape(B * G, N, R)
+    values = in_dtype(state.value, dtype).transpose(1, 2).reshape(B * H, R, P)
+    scores = torch.bmm(query, keys) * (gate[..., :R] if read else gate)  # [B * G, H/G, 2C]
+    output = torch.bmm(scores.view(B * H, 1, R), values).view(B, H, P)
     if read:
         weighted = (query[:, :, None] * gate[..., R:, None]).view(B, H, read, 1, N)
         blocks = weighted @ state.levels[:, :read].transpose(1, 2)  # [B, H, read, 1, P]
         output = output + blocks.sum(2)[:, :, 0]
     if positions.active is not None:
         output = torch.where(positions.active[:, None, None], output, 0)
-    return output.to(value.dtype)
+    return in_dtype(output, value.dtype)
+
+
+def in_dtype(x, dtype):
+    """`x.to(dtype)`; asking first is several times cheaper where nothing is to be done, and a step does this often."""
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def _readable(tensor):

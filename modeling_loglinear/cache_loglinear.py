@@ -113,9 +113,10 @@ class FenwickLayer(CacheLayerMixin):
         """The state of this layer's attention; `None` before the first forward pass."""
         if self.key is None:
             return None
-        # The leader may live on another device.
-        counters = (x.to(self.device) for x in (self.leader.merged_chunks, self.leader.lengths))
-        return LogLinearState(self.key, self.value, self.log_decay, self.levels, *counters)
+        merged_chunks, lengths = self.leader.merged_chunks, self.leader.lengths
+        if self.leader.device != self.device:
+            merged_chunks, lengths = merged_chunks.to(self.device), lengths.to(self.device)
+        return LogLinearState(self.key, self.value, self.log_decay, self.levels, merged_chunks, lengths)
 
     @property
     def started(self) -> bool:

@@ -94,7 +94,7 @@ def _time_step(
     dt, dt_bias, a_log, values, log_decay, value, low, high, dt_stride, value_stride,
     H: tl.constexpr, P: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows,). s = clamp(softplus(dt + dt_bias), low, high); log_decay [rows, H] = -exp(a_log) s; value [rows, H, P] = s x.
+    """Grid (rows,). s = clamp(softplus(dt + dt_bias), low, high); log_decay = -exp(a_log) s; value [rows, H, P] = s x.
 
     Reads dt (rows dt_stride apart), dt_bias [H], a_log [H] and values (rows value_stride apart).
     """
@@ -187,8 +187,8 @@ def convolution(x, weight, bias, ring=None, lengths=None, active=None, step=Fals
     block_t, block_d = (1, 256) if T == 1 else (32, 64)
     grid = (B, triton.cdiv(T, block_t), triton.cdiv(D, block_d))
     _launch(
-        _convolution, grid, x, ring, lengths, active, weight, bias, out, T, x.stride(0), x.stride(1), 1 if ring is None else ring.shape[1],
-        D, weight.shape[-1], step, block_t, block_d,
+        _convolution, grid, x, ring, lengths, active, weight, bias, out, T, *x.stride()[:2],
+        1 if ring is None else ring.shape[1], D, weight.shape[-1], step, block_t, block_d,
     )  # fmt: skip
     return out
 

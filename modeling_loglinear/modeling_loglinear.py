@@ -6,6 +6,7 @@ lambda that the input decides (arXiv 2605.06946).
 """
 
 import copy
+import inspect
 import math
 import os
 from dataclasses import dataclass, fields
@@ -28,6 +29,7 @@ from .attention_loglinear import (
     SpanPositions,
     StepPositions,
     full_precision,
+    in_dtype,
     loglinear_attention,
     loglinear_attention_span,
     loglinear_attention_step,
@@ -103,7 +105,14 @@ def use_fused(x):
 
 
 def at_least_float32(x):
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
+def rms_norm(x, eps):
+    """x / sqrt(mean(x^2) + eps) over the last dimension."""
+    if x.is_cuda:
+        return F.rms_norm(x, x.shape[-1:], eps=eps)  # one kernel; on a CPU the same call is slower than its parts
+    return x * (x.square().sum(-1, keepdim=True) * (1 / x.shape[-1]) + eps).rsqrt()
 
 
 class LogLinearRMSNorm(nn.Module):
@@ -117,8 +126,8 @@ class LogLinearRMSNorm(nn.Module):
     def forward(self, hidden_states):
         if use_fused(hidden_states):
             return fused_rms_norm(hidden_states, self.weight, self.variance_epsilon)
-        normed = F.rms_norm(at_least_float32(hidden_states), hidden_states.shape[-1:], eps=self.variance_epsilon)
-        return self.weight * normed.to(self.weight.dtype)
+        normed = rms_norm(at_least_float32(hidden_states), self.variance_epsilon)
+        return self.weight * in_dtype(normed, self.weight.dtype)
 
 
 class LogLinearGatedRMSNorm(nn.Module):
@@ -135,11 +144,11 @@ class LogLinearGatedRMSNorm(nn.Module):
         if use_fused(hidden_states):
             y, x = hidden_states.flatten(-2), values.flatten(-2)
             return fused_gated_norm(y, x, gate, skip, self.weight, self.num_groups, self.variance_epsilon)
-        hidden_states = torch.addcmul(hidden_states, skip.to(hidden_states.dtype)[:, None], values).flatten(-2)
+        hidden_states = torch.addcmul(hidden_states, in_dtype(skip, hidden_states.dtype).unsqueeze(1), values).flatten(-2)
         gated = at_least_float32(hidden_states) * F.silu(at_least_float32(gate))
         grouped = gated.unflatten(-1, (self.num_groups, -1))  # [B, T, G, H * P / G]
-        normed = F.rms_norm(grouped, grouped.shape[-1:], eps=self.variance_epsilon).flatten(-2)
-        return self.weight * normed.to(self.weight.dtype)
+        normed = rms_norm(grouped, self.variance_epsilon).flatten(-2)
+        return self.weight * in_dtype(normed, self.weight.dtype)
 
 
 class LogLinearLambdaHead(nn.Module):
@@ -165,13 +174,14 @@ class LogLinearLambdaHead(nn.Module):
         """[B, T, H, L] -> [B, T, H, L] in float32 (float64 stays)."""
         if self.mode != "linear" and use_fused(levels):
             return fused_level_weights(levels, self.up, self.down, self.bias, softmax=self.mode == "mlp_softmax")
-        dtype = torch.promote_types(levels.dtype, torch.float32)
-        levels = levels.to(dtype)
+        levels = at_least_float32(levels)
+        dtype = levels.dtype
         with full_precision(levels.device):
             if self.mode == "linear":
-                return F.softplus(self.scale.to(dtype) * levels)
+                return F.softplus(in_dtype(self.scale, dtype) * levels)
             # No activation between W1 and W2, so their product serves all tokens.
-            levels = F.linear(levels, (self.up.to(dtype) @ self.down.to(dtype)).T, self.bias.to(dtype))
+            both = in_dtype(self.up, dtype) @ in_dtype(self.down, dtype)
+            levels = torch.addmm(in_dtype(self.bias, dtype), levels.flatten(0, 2), both).view(levels.shape)
         return levels.softmax(-1) if self.mode == "mlp_softmax" else F.softplus(levels)
 
 
@@ -241,10 +251,11 @@ class LogLinearMixer(nn.Module):
         if use_fused(values):
             return fused_time_step(dt, self.dt_bias, self.A_log, values, limits)
         dtype = torch.promote_types(values.dtype, torch.float32)
-        dt = F.softplus(dt.to(dtype) + self.dt_bias.to(dtype))
+        dt = F.softplus(in_dtype(dt, dtype) + in_dtype(self.dt_bias, dtype))
         if limits != (0.0, math.inf):
             dt = dt.clamp(*limits)
-        return -self.A_log.to(dtype).exp() * dt, (values * dt[..., None]).to(values.dtype)
+        log_decay = -in_dtype(self.A_log, dtype).exp() * dt
+        return log_decay, in_dtype(values * dt.unsqueeze(-1), values.dtype)
 
     def convolved(self, conv_inputs, cache_layer, layout):
         """Causal convolution and activation: [B, T, conv_dim] -> query, key [B, T, G, N], values [B, T, H, P]."""
@@ -253,12 +264,9 @@ class LogLinearMixer(nn.Module):
         else:
             mixed = self.act(self._convolution(conv_inputs, cache_layer, layout))
         values, key, query = torch.split_with_sizes(mixed, self.qkv_sizes, -1)
-        groups = (self.num_groups, self.state_size)
-        return (
-            query.unflatten(-1, groups),
-            key.unflatten(-1, groups),
-            values.unflatten(-1, (self.num_heads, self.head_dim)),
-        )
+        B, T = mixed.shape[:2]
+        groups = (B, T, self.num_groups, self.state_size)
+        return query.view(groups), key.view(groups), values.view(B, T, self.num_heads, self.head_dim)
 
     def _fused_convolution(self, conv_inputs, cache_layer, layout):
         past = {}
@@ -272,7 +280,7 @@ class LogLinearMixer(nn.Module):
         T, K = conv_inputs.shape[1], self.conv_kernel
         weight, bias = self.conv1d.weight, self.conv1d.bias  # [conv_dim, 1, K], [conv_dim]
         if layout.step is not None:
-            layout.step.write(cache_layer.conv_ring, conv_inputs[:, 0])
+            layout.step.write(cache_layer.conv_ring, conv_inputs.squeeze(1))
             mixed = (layout.step.window(cache_layer.conv_ring, K) * weight[:, 0].T.contiguous()).sum(1, keepdim=True)
             return mixed if bias is None else mixed + bias
         if layout.positions is not None:  # packed: a tap must not reach into the sequence before
@@ -292,10 +300,9 @@ class LogLinearMixer(nn.Module):
         """Attention to the tokens in the cache and to the new ones, which it also writes to the cache."""
         if layout.step is not None:
             cache_layer.note(conv_inputs, (key, value, log_decay))
-            tokens = (x[:, 0] for x in (query, key, value, log_decay, level_weights))
-            return loglinear_attention_step(*tokens, cache_layer.state, positions=layout.step, backend=self.config.backend)[
-                :, None
-            ]
+            tokens = (x.squeeze(1) for x in (query, key, value, log_decay, level_weights))
+            output = loglinear_attention_step(*tokens, cache_layer.state, positions=layout.step, backend=self.config.backend)
+            return output.unsqueeze(1)
         output, state = loglinear_attention_span(
             query, key, value, log_decay, level_weights, layout.span,
             state=cache_layer.state if cache_layer.started else None, backend=self.config.backend,
@@ -334,7 +341,7 @@ class LogLinearBlock(GradientCheckpointingLayer):
     def forward(self, hidden_states, cache_layer=None, layout: TokenLayout = TokenLayout()):
         residual = hidden_states
         if self.residual_in_fp32:
-            residual = residual.to(torch.promote_types(residual.dtype, torch.float32))
+            residual = at_least_float32(residual)
         residual = residual + self.mixer(self.norm(hidden_states), cache_layer, layout)
         if self.has_mlp:
             residual = residual + self.mlp(self.mlp_norm(residual))
@@ -488,7 +495,8 @@ class LogLinearModel(LogLinearPreTrainedModel):
         positions = _packed_positions(cu_seqlens, hidden_states.shape[1])
         step, span = self._cache_positions(cache, padding, hidden_states.device)
         layout = TokenLayout(padding.lengths, cu_seqlens, positions, step, span)
-        for index, block in enumerate(self.layers[: self.config.num_hidden_layers]):  # fewer in a draft that exits early
+        # A draft that exits early has a config of fewer blocks.
+        for index, block in zip(range(self.config.num_hidden_layers), self.layers):
             if all_hidden_states is not None:
                 all_hidden_states.append(hidden_states)
             cache_layer = None if cache is None else cache.layers[index]
@@ -516,9 +524,10 @@ class LogLinearModel(LogLinearPreTrainedModel):
             raise ValueError(f"`input_ids` must be [B, T], but has the shape {list(input_ids.shape)}.")
         if input_ids.numel() and input_ids.device.type == "cpu" and not torch.compiler.is_compiling():
             low, high = input_ids.aminmax()
+            low, high = low.item(), high.item()
             if low < 0 or high >= self.embeddings.num_embeddings:
                 raise ValueError(
-                    f"`input_ids` range from {low.item()} to {high.item()}, but must be from 0 to "
+                    f"`input_ids` range from {low} to {high}, but must be from 0 to "
                     f"{self.embeddings.num_embeddings - 1} (vocab_size - 1)."
                 )
         return self.embeddings(input_ids)
@@ -832,5 +841,8 @@ class LogLinearForCausalLM(LogLinearPreTrainedModel, GenerationMixin):
         converted.generation_config = model.generation_config
         return converted.train(model.training)
 
+
+# `generate()` asks for the signature of a model with its own code before every token; so it is worked out once.
+LogLinearForCausalLM.forward.__signature__ = inspect.signature(LogLinearForCausalLM.forward)
 
 __all__ = ["LogLinearForCausalLM", "LogLinearModel", "LogLinearPreTrainedModel"]

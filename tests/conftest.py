@@ -4,6 +4,5 @@ import os
 
 import torch
 
-
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
