@@ -12,9 +12,10 @@ from safetensors.torch import save_file
 from small_models import CHUNK, padded, random_tokens, small_model
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
+from eval.benchmarks.cache import LENGTHS, cache_bytes
 from modeling_loglinear import FenwickCache, LogLinearState, loglinear_attention
 from modeling_loglinear import cache_loglinear as module
-from modeling_loglinear.attention_loglinear import empty_state, state_levels
+from modeling_loglinear.attention_loglinear import state_levels
 
 TOLERANCE = 1e-4
 MODEL = small_model()
@@ -57,7 +58,7 @@ def fresh_logits(row, model=MODEL):
     return model(torch.tensor([row]), use_cache=False).logits[0]
 
 
-class Session:
+class Conversation:
     """A cache beside the plain record of what is in it: per row a list of columns, each a token id or None for padding."""
 
     def __init__(self, kind, batch_size):
@@ -190,12 +191,12 @@ OPERATIONS = st.lists(
 def test_any_sequence_of_operations(tmp_path_factory, kind, batch_size, operations):
     """Prefill, decoding, continuation, crop, reorder, select, repeat, copies and files, in any order on a ragged batch, with
     padding anywhere: all outputs equal those of the surviving tokens alone, and a crop beyond reach changes nothing."""
-    session = Session(kind, batch_size)
+    conversation = Conversation(kind, batch_size)
     folder = tmp_path_factory.mktemp("cache")
     for name, *arguments in operations:
-        getattr(session, name)(*([folder] if name == "saved" else arguments))
-    session.decode(2, 0, 1.0)
-    session.extend(CHUNK + 3, 1, 0.7)
+        getattr(conversation, name)(*([folder] if name == "saved" else arguments))
+    conversation.decode(2, 0, 1.0)
+    conversation.extend(CHUNK + 3, 1, 0.7)
 
 
 # ----------------------------------------------------------------------------------------------------------- taking back
@@ -512,25 +513,10 @@ def test_wrong_files(tmp_path, monkeypatch):
 # ----------------------------------------------------------------------------------------------------------- size
 
 
-LENGTHS = (1_000, 4_000, 16_000, 64_000, 1_000_000)
-
-
-def bytes_of_model(max_position_embeddings):
-    """Bytes of a fresh cache of a 24-layer model on the meta device, and those of one level in all layers."""
-    sizes = dict(H=32, G=1, N=128, P=64, C=64)
-    L = (max_position_embeddings - 1).bit_length() + 1
-    state = empty_state(1, sizes["G"], sizes["H"], sizes["N"], sizes["P"], L, sizes["C"], torch.bfloat16, "meta")
-    conv = torch.empty(
-        1, 2 * sizes["C"], sizes["H"] * sizes["P"] + 2 * sizes["G"] * sizes["N"], dtype=torch.bfloat16, device="meta"
-    )
-    assert state.levels.shape[1] == state_levels(L, sizes["C"])
-    return 24 * (sum(tensor.nbytes for tensor in state) + conv.nbytes), 24 * state.levels[:, 0].nbytes
-
-
 def test_bytes_grow_by_at_most_a_level_per_doubling():
     """A cache made for 1k, 4k, 16k, 64k and 1M tokens has at most one level more per doubling, and a model with L levels no
     more than L blocks of state, however long the text."""
-    by_length = {length: bytes_of_model(length) for length in LENGTHS}
+    by_length = {length: cache_bytes(length) for length in LENGTHS}
     for shorter, longer in zip(LENGTHS, LENGTHS[1:]):
         doublings = (longer - 1).bit_length() - (shorter - 1).bit_length()
         (small, level), (large, _) = by_length[shorter], by_length[longer]
