@@ -111,7 +111,7 @@ def at_least_float32(x):
 def rms_norm(x, eps):
     """x / sqrt(mean(x^2) + eps) over the last dimension."""
     if x.is_cuda:
-        return F.rms_norm(x, x.shape[-1:], eps=eps)  # one kernel; on a CPU the same call is slower than its parts
+        return F.rms_norm(x, x.shape[-1:], eps=eps)  # one kernel there, several everywhere else
     return x * (x.square().sum(-1, keepdim=True) * (1 / x.shape[-1]) + eps).rsqrt()
 
 
