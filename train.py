@@ -45,7 +45,7 @@ from transformers import (
 )
 
 import modeling_loglinear  # noqa: F401  (registers the Auto classes)
-from eval.corpus import Corpus, load_corpus, training_splits
+from eval.corpus import Corpus, is_missing_path, load_corpus, training_splits
 
 END_OF_TEXT, PADDING = "<|endoftext|>", "<|padding|>"
 SMALLEST_VOCABULARY = 256 + 2  # every byte, end of text, padding
@@ -318,9 +318,12 @@ def checkpoint_to_resume(record: dict, training_args: TrainingArguments) -> str 
 
     `Trainer` writes a checkpoint's `trainer_state.json` last; a folder without one is what a kill left.
     """
-    if training_args.resume_from_checkpoint:
-        return training_args.resume_from_checkpoint
     output = Path(training_args.output_dir)
+    if (asked := training_args.resume_from_checkpoint) is not None:
+        if not Path(asked, "trainer_state.json").is_file():
+            there = ", ".join(sorted(path.name for path in output.glob("checkpoint-*"))) or "none"
+            raise ValueError(f"resume_from_checkpoint={asked!r}: there is no such checkpoint; {output} holds: {there}.")
+        return asked
     checkpoints = [path.parent for path in output.glob("checkpoint-*/trainer_state.json")]
     if not checkpoints:
         return None
@@ -364,11 +367,25 @@ class Run(NamedTuple):
     blocks: dict
 
 
+def _check_ranges(model_args: ModelArguments, training_args: TrainingArguments) -> None:
+    """What the library would only refuse after the data are prepared."""
+    for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
+        if getattr(training_args, name) < 1:
+            raise ValueError(f"{name}={getattr(training_args, name)}: must be at least 1.")
+    if training_args.learning_rate < 0:
+        raise ValueError(f"learning_rate={training_args.learning_rate}: must be at least 0.")
+    for name in ("model_name_or_path", "tokenizer_name"):
+        path = getattr(model_args, name)
+        if path is not None and is_missing_path(path):
+            raise ValueError(f"{name}={path!r}: there is no such folder.")
+
+
 def prepare(argv: list[str]) -> Run:
     """Arguments, text, tokenizer, blocks and model. Raises `ValueError` or `OSError` for whatever a user can mend."""
     model_args, data_args, training_args = parse_arguments(argv)
     if data_args.streaming and training_args.max_steps <= 0:
         raise ValueError("streaming needs --max_steps: the length of the dataset is not known beforehand.")
+    _check_ranges(model_args, training_args)
     record = run_record(model_args, data_args)
     checkpoint = checkpoint_to_resume(record, training_args)
     with training_args.main_process_first(desc="preparing the data"):

@@ -115,8 +115,13 @@ def _rows(texts: list[str]) -> Dataset:
     return Dataset.from_dict({"text": texts})
 
 
+def is_missing_path(name: str) -> bool:
+    """Whether `name` can only be meant as a path, not as a name on the Hub, and nothing is there."""
+    return (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).exists()
+
+
 def _from_hub(dataset: str, config: str | None, streaming: bool) -> dict:
-    if dataset.startswith((".", "/", "~")) or dataset.count("/") > 1 or Path(dataset).suffix in BUILDERS:
+    if is_missing_path(dataset) or Path(dataset).suffix in BUILDERS:
         raise ValueError(f"dataset={dataset!r}: there is no such file or folder.")
     print(f"Reading {dataset} from the Hub ...", file=sys.stderr)
     hub_logging.set_verbosity_error()  # its reports of every retry would bury the one message that counts

@@ -32,7 +32,7 @@ from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import modeling_loglinear  # noqa: F401  (registers the Auto classes)
-from eval.corpus import load_corpus
+from eval.corpus import is_missing_path, load_corpus
 
 LONGEST_DEFAULT_WINDOW = 1024
 
@@ -159,12 +159,23 @@ def main(argv: list[str] | None = None) -> dict:
     args = parser.parse_args(argv)
 
     try:
-        corpus = load_corpus(args.dataset, args.dataset_config, text_column=args.text_column, join_rows=args.join_rows)
+        result = score(args)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
+    print(json.dumps(result, indent=2))
+    return result
+
+
+def score(args: argparse.Namespace) -> dict:
+    """What `main` prints. Raises `ValueError` or `OSError` for whatever a user can mend."""
+    for option in ("model", "tokenizer"):
+        path = getattr(args, option)
+        if path is not None and is_missing_path(path):
+            raise ValueError(f"{option}={path!r}: there is no such folder.")
+    corpus = load_corpus(args.dataset, args.dataset_config, text_column=args.text_column, join_rows=args.join_rows)
     split = args.split or next(name for name in ("test", "validation", "train") if name in corpus.splits)
     if split not in corpus.splits:
-        parser.error(f"--split {split}: {corpus.name} has {', '.join(corpus.splits)}")
+        raise ValueError(f"split={split!r}: {corpus.name} has {', '.join(corpus.splits)}.")
     texts = corpus.splits[split]["text"][:]
     trust = args.trust_remote_code
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype, trust_remote_code=trust).to(args.device)
@@ -177,9 +188,7 @@ def main(argv: list[str] | None = None) -> dict:
         stride=args.stride,
         batch_size=args.batch_size,
     )
-    result = {"model": args.model, "text": f"{corpus.name}, {split}", **result}
-    print(json.dumps(result, indent=2))
-    return result
+    return {"model": args.model, "text": f"{corpus.name}, {split}", **result}
 
 
 if __name__ == "__main__":

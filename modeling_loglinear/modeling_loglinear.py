@@ -648,6 +648,8 @@ class _Padding:
             )
         mask = attention_mask[:, -T:].to(device) != 0
         readable = mask.device.type == "cpu" and not torch.compiler.is_compiling()
+        if readable and attention_mask.is_floating_point() and (attention_mask[:, -T:] != mask).any():
+            raise ValueError(f"`attention_mask` must hold 0 and 1 only, but holds {attention_mask.unique()[:5].tolist()}.")
         return None if readable and mask.all() else mask
 
     def compact(self, x):

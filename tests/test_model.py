@@ -962,3 +962,12 @@ def test_operator_and_model_agree_on_the_public_function():
     with pytest.raises(ValueError, match="`backend` is 'triton'"):
         model_of(backend="triton").double()(tokens(1, 20))
     assert loglinear_attention.__module__ == "modeling_loglinear.attention_loglinear"
+
+
+def test_a_mask_that_is_added_elsewhere_is_refused():
+    """0 and -inf, as the library adds them to scores, would be read the wrong way round."""
+    model = LogLinearForCausalLM(config_of()).eval()
+    ids = torch.tensor([[5, 6, 7]])
+    with pytest.raises(ValueError, match="must hold 0 and 1 only"):
+        model(ids, attention_mask=torch.tensor([[-torch.inf, 0.0, 0.0]]))
+    assert torch.equal(model(ids, attention_mask=torch.ones(1, 3)).logits, model(ids).logits)

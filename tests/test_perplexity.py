@@ -145,3 +145,10 @@ def test_command_line_scores_a_saved_model_on_a_file(tokenizer, tmp_path, capsys
     expected = Perplexity().compute(predictions=[text], model=model, tokenizer=tokenizer)
     assert {name: printed[name] for name in expected} == pytest.approx(expected)
     assert json.loads(capsys.readouterr().out) == printed
+
+
+def test_a_missing_model_is_one_line_and_exit_status_1():
+    """A path at which nothing is says so, instead of what is wrong with it as a name on the Hub."""
+    with pytest.raises(SystemExit) as exit_:
+        main(["--model", "./missing"])
+    assert exit_.value.code == "error: model='./missing': there is no such folder."

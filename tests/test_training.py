@@ -168,6 +168,22 @@ def test_an_error_is_one_line_and_exit_status_1(tmp_path, monkeypatch):
     assert "--train_file" in exit_.value.code
 
 
+@pytest.mark.parametrize(
+    "option, value, message",
+    [
+        ("--learning_rate", "-1", "learning_rate=-1.0: must be at least 0"),
+        ("--per_device_train_batch_size", "0", "per_device_train_batch_size=0: must be at least 1"),
+        ("--model_name_or_path", "./missing", "model_name_or_path='./missing': there is no such folder"),
+        ("--resume_from_checkpoint", "./missing", "resume_from_checkpoint='./missing': there is no such checkpoint"),
+    ],
+)
+def test_values_that_the_library_refuses_late_are_refused_first(tmp_path, option, value, message):
+    with pytest.raises(SystemExit) as exit_:
+        train.main([str(preset_file(tmp_path)), "--output_dir", str(tmp_path / "run"), option, value])
+    assert message in exit_.value.code
+    assert not (tmp_path / "run").exists()
+
+
 # ---- Text -----------------------------------------------------------------------------------------------------------
 
 
