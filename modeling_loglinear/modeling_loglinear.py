@@ -94,13 +94,14 @@ class TokenLayout(NamedTuple):
 
 
 def use_fused(x):
-    """Whether the fused kernels serve here: on a GPU, where neither autograd nor a compiler needs to see the parts."""
+    """Whether the fused kernels serve here: on a GPU, where no autograd, compiler or `torch.func` needs to see the parts."""
     return (
         fused_convolution is not None
         and x.is_cuda
         and x.dtype != torch.float64
         and not torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
     )
 
 
@@ -110,7 +111,7 @@ def at_least_float32(x):
 
 def rms_norm(x, eps):
     """x / sqrt(mean(x^2) + eps) over the last dimension."""
-    if x.is_cuda:
+    if x.is_cuda and not torch._C._are_functorch_transforms_active():
         return F.rms_norm(x, x.shape[-1:], eps=eps)  # one kernel there, several everywhere else
     return x * (x.square().sum(-1, keepdim=True) * (1 / x.shape[-1]) + eps).rsqrt()
 
