@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import NamedTuple, Optional
 
 import torch
+from torch.autograd.function import once_differentiable
 
 try:
     import triton
@@ -159,6 +160,17 @@ def _gate(cum, weights, stride, i, j, valid, L, C: tl.constexpr, LOG_C: tl.const
 
 
 @triton.jit
+def _chunk_tokens(key, value, log_decay, token, chunk, count, k_token, v_token, g_token, C: tl.constexpr):
+    """Key and value tiles and log decay of the tokens of a chunk, 0 where there are none; token 0 of `count` is row `token`."""
+    position = chunk * C + tl.arange(0, C)
+    valid = (position >= 0) & (position < count)
+    row = token + position
+    k = tl.load(key + row[:, None] * k_token, mask=valid[:, None], other=0.0)
+    v = tl.load(value + row[:, None] * v_token, mask=valid[:, None], other=0.0)
+    return k, v, tl.load(log_decay + row * g_token, mask=valid, other=0.0)
+
+
+@triton.jit
 def _chunk_states(
     key, value, log_decay, cum, decay, nodes, layout, grouping, k_token, k_group, v_token, v_head, g_token, g_head,
     H, heads_per_group, N: tl.constexpr, P: tl.constexpr, C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr,
@@ -184,17 +196,17 @@ def _chunk_states(
     left1 = tl.zeros((BLOCK_N, BLOCK_P), tl.float32)
     decay0 = tl.zeros((), tl.float32)
     decay1 = tl.zeros((), tl.float32)
+    key += head // heads_per_group * k_group + n[None, :]
+    value += head * v_head + p[None, :]
+    log_decay += head * g_head
+    tokens = _chunk_tokens(key, value, log_decay, token, start, count, k_token, v_token, g_token, C)
     for step in range(4):
         chunk = start + step
         exists = (chunk >= 0) & (chunk * C < count)
-        position = chunk * C + j
-        valid = (position >= 0) & (position < count)
-        row = token + position
-        g = tl.load(log_decay + row * g_token + head * g_head, mask=valid, other=0.0)
-        k = tl.load(
-            key + row[:, None] * k_token + head // heads_per_group * k_group + n[None, :], mask=valid[:, None], other=0.0
-        )
-        v = tl.load(value + row[:, None] * v_token + head * v_head + p[None, :], mask=valid[:, None], other=0.0)
+        k, v, g = tokens
+        # The next chunk's tokens are on their way while this one is worked on.
+        until = tl.where(step < 3, count, 0)
+        tokens = _chunk_tokens(key, value, log_decay, token, chunk + 1, until, k_token, v_token, g_token, C)
         running = tl.cumsum(g, 0)
         total = tl.sum(g, 0)
         v = (v.to(tl.float32) * tl.exp(tl.minimum(total - running, 0.0))[:, None]).to(dtype)
@@ -816,6 +828,7 @@ class _Call:
         tile = min(self.N * self.P, MERGE_TILE)
         self.tiles = self.N * self.P // tile
         self.elementwise = {"NP": self.N * self.P, "TILE": tile}
+        lengths, cu_seqlens = (None if x is None else x.contiguous() for x in (lengths, cu_seqlens))
         self._place(lengths, cu_seqlens, first_chunk, final_chunk, chunk_size)
 
     def _place(self, lengths, cu_seqlens, first_chunk, final_chunk, chunk_size):
@@ -1033,16 +1046,32 @@ def is_supported(query, value, level_weights, chunk_size):
     return on_device and sizes and dtypes and chunk_size in (32, 64, 128)
 
 
+def _is_eager():
+    """Whether nothing has to see an operator: then its kernels are launched directly, since the detour costs the host more."""
+    return not (
+        torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack()
+    )
+
+
+def _launch_forward(*inputs):
+    """The inputs of `_forward` -> output, final levels (empty if not wanted)."""
+    return _Call(*inputs).forward()
+
+
+def _launch_backward(d_output, d_levels, *inputs):
+    """The gradients of the output and of the final levels, the inputs of `_forward` -> gradients of the floating inputs."""
+    return _Call(*inputs).backward(d_output, d_levels)
+
+
 @torch.library.custom_op(f"{_NAMESPACE}::tree_forward", mutates_args=())
 def _forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, log_decay: torch.Tensor, level_weights: torch.Tensor,
     lengths: Optional[torch.Tensor], cu_seqlens: Optional[torch.Tensor], first_chunk: Optional[torch.Tensor],
     initial_levels: Optional[torch.Tensor], final_chunk: Optional[torch.Tensor], chunk_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    call = _Call(
+    return _launch_forward(
         query, key, value, log_decay, level_weights, lengths, cu_seqlens, first_chunk, initial_levels, final_chunk, chunk_size
     )  # fmt: skip
-    return call.forward()
 
 
 @_forward.register_fake
@@ -1064,10 +1093,10 @@ def _backward(
     lengths: Optional[torch.Tensor], cu_seqlens: Optional[torch.Tensor], first_chunk: Optional[torch.Tensor],
     initial_levels: Optional[torch.Tensor], final_chunk: Optional[torch.Tensor], chunk_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    call = _Call(
-        query, key, value, log_decay, level_weights, lengths, cu_seqlens, first_chunk, initial_levels, final_chunk, chunk_size
+    return _launch_backward(
+        d_output, d_levels, query, key, value, log_decay, level_weights, lengths, cu_seqlens, first_chunk, initial_levels,
+        final_chunk, chunk_size,
     )  # fmt: skip
-    return call.backward(d_output, d_levels)
 
 
 @_backward.register_fake
@@ -1083,17 +1112,56 @@ def _setup_context(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
-def _backward_of_forward(ctx, d_output, d_levels):
+def _gradients(ctx, d_output, d_levels):
     tensors = ctx.saved_tensors
     initial_levels, final_chunk = tensors[-2:]
     if d_output is None:
         d_output = torch.zeros_like(tensors[2])
-    gradients = _backward(d_output, None if final_chunk is None else d_levels, *tensors, ctx.chunk_size)
+    backward = _launch_backward if _is_eager() else _backward
+    gradients = backward(d_output, None if final_chunk is None else d_levels, *tensors, ctx.chunk_size)
     d_initial = None if initial_levels is None else gradients[-1]
     return *gradients[:-1], None, None, None, d_initial, None, None
 
 
-_forward.register_autograd(_backward_of_forward, setup_context=_setup_context)
+def _mapped(function, cu_seqlens):
+    """The `torch.func.vmap` of `function`, whose input number `cu_seqlens` says if rows are packed.
+
+    What is mapped over becomes more rows of one call; packed sequences fill the only row of a call, so they get one each.
+    """
+
+    def rule(info, in_dims, *inputs):
+        n = info.batch_size
+        inputs = [_along_first(x, dim, n) if isinstance(x, torch.Tensor) else x for x, dim in zip(inputs, in_dims)]
+        if inputs[cu_seqlens] is None:
+            outputs = function(*(x.flatten(0, 1) if isinstance(x, torch.Tensor) else x for x in inputs))
+            outputs = tuple(x.unflatten(0, (n, -1)) for x in outputs)
+        else:
+            calls = [function(*(x[i] if isinstance(x, torch.Tensor) else x for x in inputs)) for i in range(n)]
+            outputs = tuple(map(torch.stack, zip(*calls)))
+        return outputs, (0,) * len(outputs)
+
+    return rule
+
+
+def _along_first(x, dim, n):
+    """x with the mapped dimension in front, repeated there if x is the same for all."""
+    return x.expand(n, *x.shape).contiguous() if dim is None else x.movedim(dim, 0)
+
+
+class _TreeAttention(torch.autograd.Function):
+    """`_forward` with its gradient for eager code and `torch.func`."""
+
+    forward = staticmethod(_launch_forward)
+    setup_context = staticmethod(_setup_context)
+    backward = staticmethod(once_differentiable(_gradients))
+
+    @staticmethod
+    def vmap(info, in_dims, *inputs):
+        return _mapped(_TreeAttention.apply, cu_seqlens=6)(info, in_dims, *inputs)
+
+
+_forward.register_autograd(_gradients, setup_context=_setup_context)
+_backward.register_vmap(_mapped(_backward, cu_seqlens=8))
 
 
 def tree_attention(
@@ -1116,18 +1184,16 @@ def tree_attention(
     """
     if initial_levels is not None and first_chunk is None:
         raise ValueError("`initial_levels` needs `first_chunk`.")
-    output, levels = _forward(
+    seen = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
+    output, levels = (_forward if seen else _TreeAttention.apply)(
         query, key, value, log_decay, level_weights, lengths, cu_seqlens, first_chunk, initial_levels, final_chunk, chunk_size
     )  # fmt: skip
     return output, None if final_chunk is None else levels
 
 
-@torch.library.custom_op(f"{_NAMESPACE}::decode_step", mutates_args=("tail_key", "tail_value", "tail_log_decay", "levels"))
-def _decode_step(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, log_decay: torch.Tensor, level_weights: torch.Tensor,
-    tail_key: torch.Tensor, tail_value: torch.Tensor, tail_log_decay: torch.Tensor, levels: torch.Tensor,
-    merged_chunks: torch.Tensor, lengths: torch.Tensor, active: Optional[torch.Tensor],
-) -> torch.Tensor:  # fmt: skip
+def _launch_step(
+    query, key, value, log_decay, level_weights, tail_key, tail_value, tail_log_decay, levels, merged_chunks, lengths, active
+):  # fmt: skip
     B, G, N = query.shape
     H, P = value.shape[1:]
     C, K = tail_key.shape[1] // 2, levels.shape[1]
@@ -1145,6 +1211,18 @@ def _decode_step(
     return output
 
 
+@torch.library.custom_op(f"{_NAMESPACE}::decode_step", mutates_args=("tail_key", "tail_value", "tail_log_decay", "levels"))
+def _decode_step(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, log_decay: torch.Tensor, level_weights: torch.Tensor,
+    tail_key: torch.Tensor, tail_value: torch.Tensor, tail_log_decay: torch.Tensor, levels: torch.Tensor,
+    merged_chunks: torch.Tensor, lengths: torch.Tensor, active: Optional[torch.Tensor],
+) -> torch.Tensor:  # fmt: skip
+    return _launch_step(
+        query, key, value, log_decay, level_weights, tail_key, tail_value, tail_log_decay, levels, merged_chunks, lengths,
+        active,
+    )  # fmt: skip
+
+
 @_decode_step.register_fake
 def _(query, key, value, *_):
     return value.new_empty(value.shape)
@@ -1152,7 +1230,7 @@ def _(query, key, value, *_):
 
 def decode_step(query, key, value, log_decay, level_weights, state, active=None):
     """One token per row, in place on `state` apart from its counters: see `attention_loglinear.loglinear_attention_step`."""
-    return _decode_step(
+    return (_launch_step if _is_eager() else _decode_step)(
         query, key, value, log_decay, level_weights, state.key, state.value, state.log_decay, state.levels,
         state.merged_chunks, state.lengths, active,
     )  # fmt: skip

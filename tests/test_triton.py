@@ -200,6 +200,27 @@ def test_compile_and_checkpoint():
     assert all(torch.equal(x.grad, y.grad) for x, y in zip(plain, other))
 
 
+@pytest.mark.parametrize("form", ["dense", "ragged", "packed"])
+def test_vmap_over_parameters(form):
+    """`torch.func.vmap` of a gradient, over decays, weights and queries of an ensemble, equals a loop over its members."""
+    query, key, value, log_decay, weights = make_inputs(1, 70, 1, 2, 16, 16, 8)
+    arguments = {"chunk_size": 32, "backend": "triton"}
+    if form == "ragged":
+        arguments["lengths"] = torch.tensor([61], device=DEVICE)
+    if form == "packed":
+        arguments["cu_seqlens"] = torch.tensor([0, 25, 70], dtype=torch.int32, device=DEVICE)
+
+    def loss(scale):
+        output, _ = loglinear_attention(query * scale, key, value, log_decay * scale, weights * scale, **arguments)
+        return output.square().sum()
+
+    scales = torch.tensor([0.5, 1.0, 2.0], device=DEVICE)
+    stacked = torch.func.vmap(torch.func.grad_and_value(loss))(scales)
+    for index, scale in enumerate(scales):
+        for mapped, alone in zip(stacked, torch.func.grad_and_value(loss)(scale)):
+            assert relative_error(mapped[index], alone) < 1e-5
+
+
 def test_two_copies_in_one_process():
     """The package and a remote-code copy of the file register different operators."""
     spec = importlib.util.spec_from_file_location("copy_of_triton_loglinear", triton_loglinear.__file__)
