@@ -30,7 +30,7 @@ import sys
 import torch
 
 from eval import plots, records
-from eval.stacked import MIXERS, PIECE, Recipe, Run, Sizes, Stack, build_model, train_stack
+from eval.stacked import MIXERS, PIECE, STEPS, Recipe, Run, Sizes, Stack, build_model, train_stack
 
 PRESET_FIELDS = {"name", "sizes", "recipe", "task", "grid", "test", "test_examples", "stack"}
 
@@ -56,6 +56,13 @@ def load_preset(path):
     if preset.get("test_examples", PIECE) % PIECE:
         raise ValueError(f"test_examples is {preset['test_examples']}; allowed are multiples of {PIECE}")
     return preset
+
+
+def only_blocks(preset, blocks):
+    """The preset with the blocks of its grid that have these numbers; None: all. Raises ValueError for others."""
+    if wrong := [number for number in blocks or () if not 0 <= number < len(preset["grid"])]:
+        raise ValueError(f"blocks has {wrong[0]}; allowed is 0 to {len(preset['grid']) - 1}")
+    return preset if blocks is None else {**preset, "grid": [preset["grid"][number] for number in blocks]}
 
 
 def expand(preset, task_class):
@@ -105,12 +112,12 @@ def stacks(cells, most):
         yield from (group[i : i + size] for i in range(0, len(group), size))
 
 
-def run_stack(cells, tests, examples, device, compiled):
+def run_stack(cells, tests, examples, device, kind="eager", prepared=None):
     """Train and test one stack of cells. Returns records, one per cell, and the trained `Stack` with its weights."""
     runs, sizes, recipe = [cell.run for cell in cells], cells[0].sizes, cells[0].recipe
     stack = Stack([build_model(run.mixer, sizes, run.seed) for run in runs], device)
     label = f"{runs[0].mixer} x{len(runs)}, T={runs[0].task.length}"
-    outcome = train_stack(runs, stack, recipe, compiled, label=label)
+    outcome = train_stack(runs, stack, recipe, kind, prepared, label=label)
     scores = {}
     for change in tests:
         tasks = [dataclasses.replace(run.task.stage(1.0), **change) for run in runs]
@@ -147,32 +154,36 @@ def describe(cell):
     }
 
 
-def run_preset(preset, task_class, output, mixers=MIXERS, device="cpu", compile=False, save=None):
+def missing_cells(preset, task_class, output, mixers=MIXERS):
+    """The cells of a preset that have no record in `output` yet."""
+    done = {json.dumps(records.identity(record)) for record in records.read(output)}
+    cells = [c for c in expand(preset, task_class) if c.run.mixer in mixers]
+    return [c for c in cells if json.dumps(records.identity(describe(c))) not in done]
+
+
+def program(cell):
+    """What decides the operations of a cell's training step, beside the shapes of its tensors."""
+    sizes = dataclasses.replace(cell.sizes, initializer_range=None, lambda_bias_init=None)
+    recipe = dataclasses.replace(cell.recipe, steps=0, batch_size=0, warmup=0.0)
+    return cell.run.mixer, sizes, recipe
+
+
+def run_preset(preset, task_class, output, mixers=MIXERS, device="cpu", kind="eager", save=None):
     """Run what is missing of a preset; append the records to `output` (JSON lines). With `save`, keep each stack's
     best model in that folder.
     """
     environment = records.environment(device)
-    done = {json.dumps(identity(record)) for record in records.read(output)}
-    cells = [c for c in expand(preset, task_class) if c.run.mixer in mixers]
-    cells = [c for c in cells if json.dumps(identity(describe(c))) not in done]
-    compiled = {}
-    for group in stacks(cells, preset.get("stack", 64)):
-        # Compiled steps hold the model of their stack's class only through its shapes, so they serve all stacks of
-        # one mixer.
-        steps = compiled.setdefault((group[0].run.mixer, group[0].sizes, group[0].recipe), {}) if compile else None
-        rows, stack, weights = run_stack(group, preset.get("test", [{}]), preset.get("test_examples", 256), device, steps)
+    prepared = {}  # steps by program and shape: they serve every stack that shares both
+    for group in stacks(missing_cells(preset, task_class, output, mixers), preset.get("stack", 64)):
+        steps = prepared.setdefault(program(group[0]), {})
+        rows, stack, weights = run_stack(group, preset.get("test", [{}]), preset.get("test_examples", 256), device, kind, steps)
         records.append(output, [{"name": preset["name"], **row, **environment} for row in rows])
         if save:
-            best = max(range(len(rows)), key=lambda i: (group[i].run.task.answers, rows[i]["tests"][0]["accuracy"]))
+            scores = [(row["tests"][0]["accuracy"], cell.run.task.answers) for row, cell in zip(rows, group, strict=True)]
+            best = max(range(len(rows)), key=lambda i: (scores[i][0] >= records.SOLVED, scores[i][1], scores[i][0]))
             path = pathlib.Path(save) / f"{preset['name']}-{group[0].run.mixer}-{len(list(pathlib.Path(save).glob('*')))}"
             stack.model(weights[best]).save_pretrained(path)
             (path / "record.json").write_text(json.dumps(rows[best]), encoding="utf-8")
-
-
-def identity(record):
-    """What tells records apart, comparable between a record read from a file and `describe`."""
-    # Through JSON, so that tuples and lists compare equal.
-    return json.loads(json.dumps([record[k] for k in ("mixer", "learning_rate", "seed", "task", "sizes", "recipe")]))
 
 
 def main(experiment, task_class, description):
@@ -184,19 +195,20 @@ def main(experiment, task_class, description):
     )
     parser.add_argument("--mixers", nargs="+", default=list(MIXERS), choices=MIXERS, help="run only these")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--blocks", nargs="+", type=int, default=None, help="run only these blocks of the grid, from 0")
     parser.add_argument(
-        "--compile", action="store_true", help="compile the training step (pays from a few minutes of training on)"
+        "--step", default="eager", choices=STEPS, help="how training steps run (compiled pays from minutes of training on)"
     )
     parser.add_argument("--save", default=None, help="folder for the best model of each stack")
     arguments = parser.parse_args()
     try:
-        preset = load_preset(arguments.preset)
+        preset = only_blocks(load_preset(arguments.preset), arguments.blocks)
         output = pathlib.Path(arguments.output or f"{experiment}-{preset['name']}.jsonl")
         expand(preset, task_class)
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
     torch.set_float32_matmul_precision("high")
-    run_preset(preset, task_class, output, arguments.mixers, arguments.device, arguments.compile, arguments.save)
+    run_preset(preset, task_class, output, arguments.mixers, arguments.device, arguments.step, arguments.save)
     print(records.summary(records.read(output)))
     picture = plots.overview(records.read(output), output.with_suffix(".png"))
     print(f"records: {output}; plot: {picture}")

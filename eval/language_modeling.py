@@ -27,7 +27,7 @@ from torch.func import vmap
 from tqdm.auto import tqdm
 
 from eval import experiment, records
-from eval.stacked import MIXERS, Stack, build_model, train_stack
+from eval.stacked import MIXERS, STEPS, Stack, build_model, train_stack
 
 PART = 65_536  # bytes of the blocks that the corpus is split by
 
@@ -117,20 +117,18 @@ def surprise(stack, weights, tokens, length, windows=16):
     return total / count
 
 
-def run_preset(preset, tokens, output, mixers, device, compile):
+def run_preset(preset, tokens, output, mixers=MIXERS, device="cpu", kind="eager"):
     """Train and test what is missing of a preset, one stack per mixer and width."""
     corpus = json.loads((pathlib.Path(tokens) / "corpus.json").read_text(encoding="utf-8"))
     environment = records.environment(device)
     preset = {**preset, "task": {**preset.get("task", {}), "corpus": corpus["text"]}}
-    done = {json.dumps(experiment.identity(record)) for record in records.read(output)}
-    cells = [c for c in experiment.expand(preset, LanguageTask) if c.run.mixer in mixers]
-    cells = [c for c in cells if json.dumps(experiment.identity(experiment.describe(c))) not in done]
+    cells = experiment.missing_cells(preset, LanguageTask, output, mixers)
     for group in experiment.stacks(cells, preset.get("stack", 8)):
         runs = [dataclasses.replace(c.run, task=dataclasses.replace(c.run.task, tokens=str(tokens))) for c in group]
         sizes, recipe = group[0].sizes, group[0].recipe
         stack = Stack([build_model(run.mixer, sizes, run.seed) for run in runs], device)
         label = f"{runs[0].mixer} x{len(runs)}, width {sizes.hidden_size}"
-        outcome = train_stack(runs, stack, recipe, {} if compile else None, label=label)
+        outcome = train_stack(runs, stack, recipe, kind, label=label)
         tests = {}
         for split in ("heldout", "zero_shot"):
             text = _load(str(tokens), split, str(torch.device(device)))
@@ -179,14 +177,16 @@ def main():
     verb.add_argument("--output", default="language_modeling.jsonl")
     verb.add_argument("--mixers", nargs="+", default=list(MIXERS), choices=MIXERS)
     verb.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    verb.add_argument("--compile", action="store_true")
+    verb.add_argument("--blocks", nargs="+", type=int, default=None, help="run only these blocks of the grid, from 0")
+    verb.add_argument("--step", default="eager", choices=STEPS, help="how training steps run")
     a = parser.parse_args()
     try:
         if a.verb == "prepare":
             print(json.dumps(prepare(a.text, a.zero_shot, a.output, a.vocab_size, a.heldout), indent=2))
             return
         torch.set_float32_matmul_precision("high")
-        run_preset(experiment.load_preset(a.preset), a.tokens, pathlib.Path(a.output), a.mixers, a.device, a.compile)
+        preset = experiment.only_blocks(experiment.load_preset(a.preset), a.blocks)
+        run_preset(preset, a.tokens, pathlib.Path(a.output), a.mixers, a.device, a.step)
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
 

@@ -8,6 +8,7 @@ either leaves the plateau at chance or does not, so every table gives the share 
 `SOLVED`) and the range beside mean and standard deviation.
 """
 
+import dataclasses
 import itertools
 import json
 import os
@@ -19,6 +20,8 @@ import tempfile
 
 import torch
 import transformers
+
+from eval.stacked import Sizes
 
 SOLVED = 0.9
 FOLDER = pathlib.Path(__file__).parent / "records"
@@ -62,6 +65,21 @@ def read(path):
 def append(path, rows):
     """Add records to a file."""
     write(path, "".join(json.dumps(row) + "\n" for row in [*read(path), *rows]))
+
+
+def identity(record):
+    """What tells records apart, comparable between a record read from a file and one just made."""
+    sizes = {**dataclasses.asdict(Sizes()), **record["sizes"]}  # records made before a field existed have its default
+    del sizes["chunk_size"]  # how the result is computed, not what it is
+    # Through JSON, so that tuples and lists compare equal.
+    return json.loads(json.dumps([*(record[k] for k in ("mixer", "learning_rate", "seed", "task", "recipe")), sizes]))
+
+
+def merge(path, parts):
+    """Add to a file the records of other files that it does not have yet."""
+    known = {json.dumps(identity(row)) for row in read(path)}
+    fresh = {json.dumps(identity(row)): row for part in parts for row in read(part)}
+    append(path, [row for key, row in fresh.items() if key not in known])
 
 
 def paired_test(first, second):
@@ -121,10 +139,11 @@ def setting(row):
     parts = [f"k={task['pairs']}"] if "pairs" in task else []
     parts += [
         f"T={task['length']}",
-        f"{recipe['steps']} steps",
+        f"{recipe['steps']} steps of {recipe['batch_size']}",
         f"{sizes['num_hidden_layers']} x {sizes['hidden_size']}",
     ]
     parts += [f"L={(sizes['max_position_embeddings'] - 1).bit_length() + 1}"]
+    parts += [f"{name} {sizes[name]}" for name in ("initializer_range", "lambda_bias_init") if sizes.get(name) is not None]
     return ", ".join(parts + (["curriculum"] if task.get("curriculum") else []))
 
 

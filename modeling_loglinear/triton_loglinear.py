@@ -1149,9 +1149,12 @@ def _along_first(x, dim, n):
 
 
 class _TreeAttention(torch.autograd.Function):
-    """`_forward` with its gradient for eager code and `torch.func`."""
+    """`_forward` with its gradient, for eager code and `torch.func`."""
 
-    forward = staticmethod(_launch_forward)
+    @staticmethod
+    def forward(*inputs):
+        return (_launch_forward if _is_eager() else _forward)(*inputs)
+
     setup_context = staticmethod(_setup_context)
     backward = staticmethod(once_differentiable(_gradients))
 
@@ -1184,8 +1187,7 @@ def tree_attention(
     """
     if initial_levels is not None and first_chunk is None:
         raise ValueError("`initial_levels` needs `first_chunk`.")
-    seen = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
-    output, levels = (_forward if seen else _TreeAttention.apply)(
+    output, levels = (_forward if torch.compiler.is_compiling() else _TreeAttention.apply)(
         query, key, value, log_decay, level_weights, lengths, cu_seqlens, first_chunk, initial_levels, final_chunk, chunk_size
     )  # fmt: skip
     return output, None if final_chunk is None else levels

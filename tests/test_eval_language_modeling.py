@@ -69,7 +69,7 @@ def test_preset_trains_tests_and_resumes(tokens, tmp_path):
     }
     path = tmp_path / "records.jsonl"
     for _ in range(2):
-        language_modeling.run_preset(preset, tokens, path, ["linear"], "cpu", False)
+        language_modeling.run_preset(preset, tokens, path, ["linear"])
     rows = records.read(path)
     assert [row["seed"] for row in rows] == [0, 1] and rows[0]["train_tokens"] == 2 * 2 * 16
     for test in rows[0]["tests"]:

@@ -126,7 +126,27 @@ def test_command_line_says_what_is_wrong_in_one_line(tmp_path):
     assert done.stderr.strip().splitlines()[-1] == "error: length is 8; allowed is at least 4 * pairs = 16"
 
 
-@pytest.mark.parametrize("name", ["mqar-quick", "mqar-cpu", "mqar-cpu-levels", "mqar-grid", "mqar-levels"])
+def test_blocks_of_a_grid_are_chosen_by_number():
+    preset = {"grid": ["a", "b", "c"]}
+    assert experiment.only_blocks(preset, [2, 0])["grid"] == ["c", "a"] and experiment.only_blocks(preset, None) == preset
+    with pytest.raises(ValueError, match="blocks has 3; allowed is 0 to 2"):
+        experiment.only_blocks(preset, [3])
+
+
+@pytest.mark.parametrize(
+    "name", ["mqar-quick", "mqar-cpu", "mqar-cpu-levels", "mqar-grid", "mqar-levels", "mqar-pairs64", "mqar-drivers"]
+)
 def test_shipped_presets_are_valid(name):
     preset = experiment.load_preset(records.FOLDER.parents[1] / "configuration" / f"{name}.json")
     assert experiment.expand(preset, MqarTask)
+
+
+def test_records_of_several_files_merge_without_repetition(tmp_path):
+    """Parts that overlap, also in a run that differs only by its chunk size, which decides no result."""
+    sizes = {"hidden_size": 16, "chunk_size": 32}
+    rows = [{**fake("linear", 1.0, seed, 0.5), "sizes": sizes, "recipe": {"steps": 1}} for seed in range(4)]
+    records.append(tmp_path / "all.jsonl", rows[:2])
+    records.append(tmp_path / "a.jsonl", rows[1:3])
+    records.append(tmp_path / "b.jsonl", [{**rows[2], "sizes": {**sizes, "chunk_size": 64}}, rows[3]])
+    records.merge(tmp_path / "all.jsonl", [tmp_path / "a.jsonl", tmp_path / "b.jsonl"])
+    assert [row["seed"] for row in records.read(tmp_path / "all.jsonl")] == [0, 1, 2, 3]

@@ -7,7 +7,7 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 from eval.mqar import MqarTask
-from eval.stacked import BLOCK, Recipe, Run, Sizes, Stack, build_model, draw, train_stack
+from eval.stacked import BLOCK, Recipe, Run, Sizes, Stack, build_model, draw, prepare_step, train_stack
 
 SIZES = Sizes(vocab_size=32, hidden_size=16, head_dim=8, state_size=8, chunk_size=16, max_position_embeddings=32)
 RECIPE = Recipe(steps=6, batch_size=4, warmup=0.34, weight_decay=0.3, clip_norm=0.5)
@@ -91,3 +91,40 @@ def test_evaluation_counts_right_answers_and_does_not_train():
 def test_unknown_mixer_is_refused():
     with pytest.raises(ValueError, match="mixer is 'mamba9'"):
         build_model("mamba9", SIZES)
+
+
+@pytest.mark.parametrize("mixer", ["mlp_softplus", "transformer"])
+def test_traced_step_is_the_step_on_other_data(mixer):
+    """Recorded on one batch and run on the next, with other weights: no number of the first batch stays in it."""
+    runs = [Run(mixer, MqarTask(32, 32, 4), 1e-2, seed) for seed in (0, 1)]
+    stack = Stack([build_model(run.mixer, SIZES, run.seed) for run in runs], "cpu")
+    batches = [draw([run.task for run in runs], [0, 1], "train", block, 4, "cpu") for block in (0, 1)]
+    zeros, rate = torch.zeros_like(stack.initial), torch.tensor([1e-2, 3e-3])
+    step = stack.step(RECIPE)
+    traced = prepare_step(step, "traced", stack.initial, zeros, zeros, rate, torch.tensor(1.0), *batches[0])
+    later = (stack.initial * 1.1, zeros + 0.1, zeros + 0.2, rate / 2, torch.tensor(7.0), *batches[1])
+    for found, wanted in zip(traced(*later), step(*later), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_prepared_step_with_wrong_gradients_is_refused():
+    """A step whose record differs from what it does later (here by a counter in Python) raises, and is not used."""
+    calls = []
+
+    def step(weights, first):
+        calls.append(0)
+        return weights, weights * len(calls)
+
+    with pytest.raises(RuntimeError, match="the traced step differs from the eager one by 0.5"):
+        prepare_step(step, "traced", torch.ones(2, 3), torch.ones(2, 3))
+
+
+def test_evaluation_and_training_read_every_position_of_a_text():
+    """As many positions as tokens means all, in order: the same loss as with the positions picked one by one."""
+    stack = Stack([build_model("linear", SIZES, 0)], "cpu")
+    ids = torch.randint(32, (2, 16), generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(16).expand(2, -1)
+    whole, _ = stack.loss(stack.initial[0], ids, positions, ids)
+    most, _ = stack.loss(stack.initial[0], ids, positions[:, :15], ids[:, :15])
+    last, _ = stack.loss(stack.initial[0], ids, positions[:, 15:], ids[:, 15:])
+    torch.testing.assert_close(whole, (15 * most + last) / 16)
