@@ -99,10 +99,10 @@ def test_traced_step_is_the_step_on_other_data(mixer):
     runs = [Run(mixer, MqarTask(32, 32, 4), 1e-2, seed) for seed in (0, 1)]
     stack = Stack([build_model(run.mixer, SIZES, run.seed) for run in runs], "cpu")
     batches = [draw([run.task for run in runs], [0, 1], "train", block, 4, "cpu") for block in (0, 1)]
-    zeros, rate = torch.zeros_like(stack.initial), torch.tensor([1e-2, 3e-3])
-    step = stack.step(RECIPE)
-    traced = prepare_step(step, "traced", stack.initial, zeros, zeros, rate, torch.tensor(1.0), *batches[0])
-    later = (stack.initial * 1.1, zeros + 0.1, zeros + 0.2, rate / 2, torch.tensor(7.0), *batches[1])
+    first, second = torch.zeros_like(stack.initial), torch.zeros_like(stack.initial)
+    step, rate = stack.step(RECIPE), torch.tensor([1e-2, 3e-3])
+    traced = prepare_step(step, "traced", stack.initial, first, second, rate, torch.tensor(1.0), *batches[0])
+    later = (stack.initial * 1.1, first + 0.1, second + 0.2, rate / 2, torch.tensor(7.0), *batches[1])
     for found, wanted in zip(traced(*later), step(*later), strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
 
