@@ -8,9 +8,10 @@ chunk (a Fenwick tree in place), and everything before chunk c is read by a walk
 
     e = c;  while e: read the node in slot e - 1 (level: lowest set bit of e);  e &= e - 1
 
-**Forward**: `_chunk_states` fills the slots with chunks and nodes of up to four; `_merge` makes the others in place, several
-levels per launch; `_output` does the work inside a chunk and the walk; `_final_levels` walks for the state that is left.
-**Backward**: the first two again (cheaper than keeping them), then `_query_gradient` (what the walk read),
+**Forward**: `_chunk_decays` adds up the log decay, `_chunk_states` fills the slots with chunks and nodes of up to four,
+`_merge` makes the others in place, several levels per launch; `_output` does the work inside a chunk and the walk;
+`_final_levels` walks for the state that is left.
+**Backward**: the first three again (cheaper than keeping them), then `_query_gradient` (what the walk read),
 `_node_gradient` and `_sum_segments` (who read a node), `_final_levels_gradient`, `_split` (`_merge` backwards, top down:
 each slot then holds the gradient of its own chunk's state) and `_key_gradient`. Nothing walks along T; the longest loop
 is that of `_sum_segments`, one addition per 2**SEGMENT chunks of the largest node.
@@ -139,13 +140,6 @@ def _weight(weights, level, offsets, valid, L):
 
 
 @triton.jit
-def _store_weight_gradient(d_weights, level, gradient, valid, L):
-    """Stores the gradient of a level below the last; returns what is left for the last weight, which many levels share."""
-    tl.store(d_weights + level, gradient.to(d_weights.dtype.element_ty), mask=valid & (level < L - 1))
-    return tl.where(level < L - 1, 0.0, gradient)
-
-
-@triton.jit
 def _gate(cum, weights, stride, i, j, valid, L, C: tl.constexpr, LOG_C: tl.constexpr):
     """[C, C]: decay from j to i (0 for j > i), and the weight of level(i, j) = bit_length(i ^ j)."""
     decay = tl.exp(tl.where(j <= i, tl.load(cum + i) - tl.load(cum + j), -float("inf")))
@@ -160,26 +154,33 @@ def _gate(cum, weights, stride, i, j, valid, L, C: tl.constexpr, LOG_C: tl.const
 
 
 @triton.jit
-def _chunk_tokens(key, value, log_decay, token, chunk, count, k_token, v_token, g_token, C: tl.constexpr):
-    """Key and value tiles and log decay of the tokens of a chunk, 0 where there are none; token 0 of `count` is row `token`."""
-    position = chunk * C + tl.arange(0, C)
-    valid = (position >= 0) & (position < count)
-    row = token + position
-    k = tl.load(key + row[:, None] * k_token, mask=valid[:, None], other=0.0)
-    v = tl.load(value + row[:, None] * v_token, mask=valid[:, None], other=0.0)
-    return k, v, tl.load(log_decay + row * g_token, mask=valid, other=0.0)
+def _chunk_decays(log_decay, cum, decay, layout, grouping, g_token, g_head, H, C: tl.constexpr, BLOCK_H: tl.constexpr):
+    """Running sums of the log decay inside one chunk, for some heads, and their total.
+
+    Grid (slots, H / BLOCK_H). Reads log_decay [C, BLOCK_H]; writes cum [BLOCK_H, C] and decay[0, slot] [BLOCK_H].
+    """
+    _, chunk, token, count, slot, _, _ = _find(tl.program_id(0), grouping, layout, C)
+    if chunk * C >= count:
+        return
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    i = tl.arange(0, C)[:, None]
+    row = token + chunk * C + i
+    valid = (chunk * C + i < count) & (head < H)[None, :]
+    g = tl.load(log_decay + row * g_token + head[None, :] * g_head, mask=valid, other=0.0)
+    here = (slot + chunk).to(tl.int64) * H + head
+    tl.store(cum + here[None, :] * C + i, tl.cumsum(g, 0), mask=(head < H)[None, :])
+    tl.store(decay + here, tl.sum(g, 0), mask=head < H)
 
 
 @triton.jit
 def _chunk_states(
-    key, value, log_decay, cum, decay, nodes, layout, grouping, k_token, k_group, v_token, v_head, g_token, g_head,
-    H, heads_per_group, N: tl.constexpr, P: tl.constexpr, C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr,
-    PRECISION: tl.constexpr,
+    key, value, cum, decay, nodes, layout, grouping, k_token, k_group, v_token, v_head, H, heads_per_group,
+    N: tl.constexpr, P: tl.constexpr, C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The states of four neighbouring chunks, each sum_j exp(decay from j to its end) k_j v_j^T, and the nodes of levels 1, 2.
 
-    Grid (groups of four chunks, H, tiles of [N, P]). Reads key [4C, BLOCK_N], value [4C, BLOCK_P], log_decay [4C]. Writes tiles
-    of nodes[slot, head] in four slots; the first tile also cum [4, C] and the decays of these chunks and nodes.
+    Grid (groups of four chunks, H, tiles of [N, P]). Reads key [4C, BLOCK_N], value [4C, BLOCK_P], cum [4, C] and the chunks'
+    decays. Writes tiles of nodes[slot, head] in four slots; the first tile also the decays of levels 1 and 2.
     """
     seq, group, token, count, slot, first, _ = _find(tl.program_id(0), grouping, layout, C)
     start = ((first >> 2) + group) * 4 - first  # negative if an initial state ends inside the group
@@ -196,28 +197,25 @@ def _chunk_states(
     left1 = tl.zeros((BLOCK_N, BLOCK_P), tl.float32)
     decay0 = tl.zeros((), tl.float32)
     decay1 = tl.zeros((), tl.float32)
-    key += head // heads_per_group * k_group + n[None, :]
-    value += head * v_head + p[None, :]
-    log_decay += head * g_head
-    tokens = _chunk_tokens(key, value, log_decay, token, start, count, k_token, v_token, g_token, C)
     for step in range(4):
         chunk = start + step
         exists = (chunk >= 0) & (chunk * C < count)
-        k, v, g = tokens
-        # The next chunk's tokens are on their way while this one is worked on.
-        until = tl.where(step < 3, count, 0)
-        tokens = _chunk_tokens(key, value, log_decay, token, chunk + 1, until, k_token, v_token, g_token, C)
-        running = tl.cumsum(g, 0)
-        total = tl.sum(g, 0)
-        v = (v.to(tl.float32) * tl.exp(tl.minimum(total - running, 0.0))[:, None]).to(dtype)
+        position = chunk * C + j
+        valid = (position >= 0) & (position < count)
+        row = token + position
+        k = tl.load(
+            key + row[:, None] * k_token + head // heads_per_group * k_group + n[None, :], mask=valid[:, None], other=0.0
+        )
+        v = tl.load(value + row[:, None] * v_token + head * v_head + p[None, :], mask=valid[:, None], other=0.0)
+        node = (slot + chunk).to(tl.int64) * H + head
+        total = tl.load(decay + node, mask=exists, other=0.0)
+        to_end = tl.exp(tl.minimum(total - tl.load(cum + node * C + j, mask=valid, other=0.0), 0.0))
+        v = (v.to(tl.float32) * to_end[:, None]).to(dtype)
         state = tl.dot(tl.trans(k.to(dtype)), v, input_precision=PRECISION)
         state += tl.where(exists & (step % 2 == 1), tl.exp(total), 0.0) * left0
         state += tl.where(exists & (step == 3), tl.exp(total + decay0), 0.0) * left1
-        node = (slot + chunk).to(tl.int64) * H + head
         tile = n[:, None] * P + p[None, :]
         tl.store(nodes + node * (N * P) + tile, state.to(dtype), mask=exists)
-        tl.store(cum + node * C + j, running, mask=exists & is_first_tile)
-        tl.store(decay + node, total, mask=exists & is_first_tile)
         pair = decay0 + total
         tl.store(decay + layout.slots * H + node, pair, mask=exists & is_first_tile & (step % 2 == 1))
         tl.store(decay + 2 * layout.slots * H + node, decay1 + pair, mask=exists & is_first_tile & (step == 3))
@@ -362,7 +360,7 @@ def _query_gradient(
     query, key, value, weights, d_output, cum, decay, nodes, d_query, d_weights, row_sums, read_sums, layout, grouping,
     q_token, q_group, k_token, k_group, v_token, v_head, w_token, w_head, o_token, o_head, tokens, H, heads_per_group,
     heads_per_program, L, LEVELS, N: tl.constexpr, P: tl.constexpr, C: tl.constexpr, LOG_C: tl.constexpr,
-    PRECISION: tl.constexpr,
+    BLOCK_L: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The query side of one chunk, for some heads of a group: the mirror of `_output`.
 
@@ -377,6 +375,7 @@ def _query_gradient(
     group = head // heads_per_group
     part = head % heads_per_group // heads_per_program
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    column = tl.arange(0, BLOCK_L)[None, :]
     n, p = tl.arange(0, N), tl.arange(0, P)
     valid = chunk * C + i < count
     token += chunk * C
@@ -394,15 +393,14 @@ def _query_gradient(
         d_scores = tl.dot(do, tl.trans(v), input_precision=PRECISION) * within
         d_gate = d_scores * scores
         dq = tl.dot((d_scores * gate).to(dtype), k, dq, input_precision=PRECISION)
-        d_lam = d_weights + ((token + i) * H + head) * L
+        d_lam = tl.zeros((C, BLOCK_L), tl.float32)
         row_sum = tl.zeros((C, 1), tl.float32)
-        d_top = tl.zeros((C, 1), tl.float32)
         for inner in tl.static_range(LOG_C + 1):
             of_level = ((i ^ j) < (1 << inner)) & ((i ^ j) >= (1 << inner) // 2)
             d_inner = tl.sum(tl.where(of_level, d_gate, 0.0), 1)[:, None]
             if inner > 0:  # a token's own pair does not depend on any decay
                 row_sum += d_inner * _weight(lam, inner, i * w_token, valid, L)
-            d_top += _store_weight_gradient(d_lam, inner, d_inner, valid, L)
+            d_lam += tl.where(column == tl.minimum(inner, L - 1), d_inner, 0.0)
         since_start = tl.load(cum + here * C + i)
         gap = tl.zeros((), tl.float32)
         left = first + chunk
@@ -414,14 +412,15 @@ def _query_gradient(
             decayed = tl.exp(since_start + gap)
             read = tl.dot(q, state, input_precision=PRECISION)  # [C, P]
             d_level = decayed * tl.sum(read * do, 1)[:, None]
-            d_top += _store_weight_gradient(d_lam, LOG_C + 1 + level, d_level, valid, L)
+            d_lam += tl.where(column == tl.minimum(LOG_C + 1 + level, L - 1), d_level, 0.0)
             row_sum += weight * d_level
             tl.store(read_sums + here * LEVELS + level, tl.sum(weight * d_level))
             weighted = (do.to(tl.float32) * (weight * decayed)).to(dtype)
             dq = tl.dot(weighted, tl.trans(state), dq, input_precision=PRECISION)
             gap += tl.load(decay + (level * layout.slots + node) * H + head, mask=left > first, other=0.0)
             left = left & (left - 1)
-        tl.store(d_lam + L - 1, d_top.to(d_weights.dtype.element_ty), mask=valid)
+        at = d_weights + ((token + i) * H + head) * L + column
+        tl.store(at, d_lam.to(d_weights.dtype.element_ty), mask=valid & (column < L))
         tl.store(row_sums + here * C + i, row_sum)
         head += 1
     groups = H // heads_per_group
@@ -784,6 +783,7 @@ def _decode(
 
     # The levels are decayed up to the first position of the tail.
     start_to_now = tl.exp(total + g)
+    read = tl.zeros((N, BLOCK_P), tl.float32)  # the levels' weighted sum: one product with the query for all of them
     for entry in tl.static_range(K):
         taken = tl.where(entry == K - 1, (chunk >> entry) > 0, (chunk >> entry) & 1 > 0)
         start = (chunk >> (entry + 1)) << (entry + 1)  # the block's first chunk
@@ -791,7 +791,8 @@ def _decode(
         weight = tl.load(lam + at, mask=taken, other=0.0).to(tl.float32) * start_to_now
         base = levels + ((batch.to(tl.int64) * K + entry) * H + head) * (N * P)
         state = tl.load(base + n[:, None] * P + p[None, :], mask=taken, other=0.0)
-        out += weight * tl.sum(state * q[:, None], 0)
+        read += weight * state
+    out += tl.sum(read * q[:, None], 0)
     tl.store(output + out_at, out.to(output.dtype.element_ty))
 
     free = batch.to(tl.int64) * 2 * C + now % (2 * C)
@@ -891,11 +892,13 @@ class _Call:
         decay = self.log_decay.new_empty(self.depth + MERGE_DEPTH, slots, H)
         if self.layout.first is not None:
             nodes[slots:] = self.initial_levels.flatten(0, 1)
+        _chunk_decays[(self.grouping(0).count, triton.cdiv(H, 32))](
+            self.log_decay, cum, decay, self.layout, self.grouping(0), *_strides(self.log_decay), H, C=self.C, BLOCK_H=32
+        )
         block_n, block_p = min(self.N, 128), min(self.P, 64)
         _chunk_states[(self.grouping(2).count, H, self.N // block_n * (self.P // block_p))](
-            self.key, self.value, self.log_decay, cum, decay, nodes, self.layout, self.grouping(2), *_strides(self.key),
-            *_strides(self.value), *_strides(self.log_decay), H, H // self.G, BLOCK_N=block_n, BLOCK_P=block_p, num_warps=8,
-            maxnreg=128, **self.sizes,
+            self.key, self.value, cum, decay, nodes, self.layout, self.grouping(2), *_strides(self.key), *_strides(self.value),
+            H, H // self.G, BLOCK_N=block_n, BLOCK_P=block_p, num_warps=8, maxnreg=128, **self.sizes,
         )  # fmt: skip
         for level in range(2, self.depth - 1, MERGE_DEPTH):
             grouping = self.grouping(level + MERGE_DEPTH)
@@ -965,14 +968,14 @@ class _Call:
     def _query_gradient(self, d_output, cum, decay, nodes):
         heads = self.heads_per_program(1024)
         parts = self._partial_sums(heads)
-        d_weights = torch.zeros(self.weights.shape, dtype=self.weights.dtype, device=cum.device)
+        d_weights = self.empty(self.weights.shape, self.weights.dtype)
         row_sums = torch.empty_like(cum)
         read_sums = cum.new_empty(self.layout.slots, self.H, self.depth)
         _query_gradient[(self.grouping(0).count, self.H // heads)](
             self.query, self.key, self.value, self.weights, d_output, cum, decay, nodes, parts, d_weights, row_sums, read_sums,
             self.layout, self.grouping(0), *_strides(self.query), *_strides(self.key), *_strides(self.value),
             *_strides(self.weights), *_strides(d_output), self.B * self.T, self.H, self.H // self.G, heads, self.L, self.depth,
-            LOG_C=self.log_c, **self.sizes,
+            LOG_C=self.log_c, BLOCK_L=triton.next_power_of_2(self.L), **self.sizes,
         )  # fmt: skip
         return self._total(parts), d_weights, row_sums, read_sums
 
@@ -1201,7 +1204,7 @@ def _launch_step(
     C, K = tail_key.shape[1] // 2, levels.shape[1]
     query, key, value, level_weights = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value, level_weights))
     output = torch.empty(value.shape, dtype=value.dtype, device=value.device)
-    block_p = min(P, 16)
+    block_p = min(P, 32)
     counters = merged_chunks, lengths, active
     sizes = dict(N=N, P=P, C=C, BLOCK_P=block_p)
     _merge_tail[(B, H, P // block_p)](tail_key, tail_value, tail_log_decay, levels, *counters, H, H // G, K, **sizes)
