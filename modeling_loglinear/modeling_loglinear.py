@@ -284,13 +284,14 @@ class LogLinearMixer(nn.Module):
             layout.step.write(cache_layer.conv_ring, conv_inputs.squeeze(1))
             mixed = (layout.step.window(cache_layer.conv_ring, K) * weight[:, 0].T.contiguous()).sum(1, keepdim=True)
             return mixed if bias is None else mixed + bias
-        if layout.positions is not None:  # packed: a tap must not reach into the sequence before
+        if layout.positions is not None or torch._C._are_functorch_transforms_active():
             padded = F.pad(conv_inputs, (0, 0, K - 1, 0))
-            taps = [
-                torch.where((layout.positions >= back)[:, None], padded[:, K - 1 - back :][:, :T], 0)
-                * weight[:, 0, K - 1 - back]
-                for back in range(K)
-            ]
+            taps = []
+            for back in range(K):  # one by one: many convolutions at once are slow
+                tap = padded[:, K - 1 - back :][:, :T] * weight[:, 0, K - 1 - back]
+                if layout.positions is not None:  # packed: a tap must not reach into the sequence before
+                    tap = torch.where((layout.positions >= back)[:, None], tap, 0)
+                taps.append(tap)
             return sum(taps) if bias is None else sum(taps) + bias
         padding = K - 1
         if cache_layer is not None and cache_layer.started:

@@ -140,6 +140,13 @@ def _weight(weights, level, offsets, valid, L):
 
 
 @triton.jit
+def _store_weight_gradient(d_weights, level, gradient, valid, L):
+    """Stores the gradient of a level below the last; returns what is left for the last weight, which many levels share."""
+    tl.store(d_weights + level, gradient.to(d_weights.dtype.element_ty), mask=valid & (level < L - 1))
+    return tl.where(level < L - 1, 0.0, gradient)
+
+
+@triton.jit
 def _gate(cum, weights, stride, i, j, valid, L, C: tl.constexpr, LOG_C: tl.constexpr):
     """[C, C]: decay from j to i (0 for j > i), and the weight of level(i, j) = bit_length(i ^ j)."""
     decay = tl.exp(tl.where(j <= i, tl.load(cum + i) - tl.load(cum + j), -float("inf")))
@@ -360,7 +367,7 @@ def _query_gradient(
     query, key, value, weights, d_output, cum, decay, nodes, d_query, d_weights, row_sums, read_sums, layout, grouping,
     q_token, q_group, k_token, k_group, v_token, v_head, w_token, w_head, o_token, o_head, tokens, H, heads_per_group,
     heads_per_program, L, LEVELS, N: tl.constexpr, P: tl.constexpr, C: tl.constexpr, LOG_C: tl.constexpr,
-    BLOCK_L: tl.constexpr, PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The query side of one chunk, for some heads of a group: the mirror of `_output`.
 
@@ -375,7 +382,6 @@ def _query_gradient(
     group = head // heads_per_group
     part = head % heads_per_group // heads_per_program
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    column = tl.arange(0, BLOCK_L)[None, :]
     n, p = tl.arange(0, N), tl.arange(0, P)
     valid = chunk * C + i < count
     token += chunk * C
@@ -393,14 +399,15 @@ def _query_gradient(
         d_scores = tl.dot(do, tl.trans(v), input_precision=PRECISION) * within
         d_gate = d_scores * scores
         dq = tl.dot((d_scores * gate).to(dtype), k, dq, input_precision=PRECISION)
-        d_lam = tl.zeros((C, BLOCK_L), tl.float32)
+        d_lam = d_weights + ((token + i) * H + head) * L
         row_sum = tl.zeros((C, 1), tl.float32)
+        d_top = tl.zeros((C, 1), tl.float32)
         for inner in tl.static_range(LOG_C + 1):
             of_level = ((i ^ j) < (1 << inner)) & ((i ^ j) >= (1 << inner) // 2)
             d_inner = tl.sum(tl.where(of_level, d_gate, 0.0), 1)[:, None]
             if inner > 0:  # a token's own pair does not depend on any decay
                 row_sum += d_inner * _weight(lam, inner, i * w_token, valid, L)
-            d_lam += tl.where(column == tl.minimum(inner, L - 1), d_inner, 0.0)
+            d_top += _store_weight_gradient(d_lam, inner, d_inner, valid, L)
         since_start = tl.load(cum + here * C + i)
         gap = tl.zeros((), tl.float32)
         left = first + chunk
@@ -412,15 +419,14 @@ def _query_gradient(
             decayed = tl.exp(since_start + gap)
             read = tl.dot(q, state, input_precision=PRECISION)  # [C, P]
             d_level = decayed * tl.sum(read * do, 1)[:, None]
-            d_lam += tl.where(column == tl.minimum(LOG_C + 1 + level, L - 1), d_level, 0.0)
+            d_top += _store_weight_gradient(d_lam, LOG_C + 1 + level, d_level, valid, L)
             row_sum += weight * d_level
             tl.store(read_sums + here * LEVELS + level, tl.sum(weight * d_level))
             weighted = (do.to(tl.float32) * (weight * decayed)).to(dtype)
             dq = tl.dot(weighted, tl.trans(state), dq, input_precision=PRECISION)
             gap += tl.load(decay + (level * layout.slots + node) * H + head, mask=left > first, other=0.0)
             left = left & (left - 1)
-        at = d_weights + ((token + i) * H + head) * L + column
-        tl.store(at, d_lam.to(d_weights.dtype.element_ty), mask=valid & (column < L))
+        tl.store(d_lam + L - 1, d_top.to(d_weights.dtype.element_ty), mask=valid)
         tl.store(row_sums + here * C + i, row_sum)
         head += 1
     groups = H // heads_per_group
@@ -898,7 +904,7 @@ class _Call:
         block_n, block_p = min(self.N, 128), min(self.P, 64)
         _chunk_states[(self.grouping(2).count, H, self.N // block_n * (self.P // block_p))](
             self.key, self.value, cum, decay, nodes, self.layout, self.grouping(2), *_strides(self.key), *_strides(self.value),
-            H, H // self.G, BLOCK_N=block_n, BLOCK_P=block_p, num_warps=8, maxnreg=128, **self.sizes,
+            H, H // self.G, BLOCK_N=block_n, BLOCK_P=block_p, num_warps=8, maxnreg=128, **{**self.sizes, "num_stages": 3},
         )  # fmt: skip
         for level in range(2, self.depth - 1, MERGE_DEPTH):
             grouping = self.grouping(level + MERGE_DEPTH)
@@ -968,14 +974,14 @@ class _Call:
     def _query_gradient(self, d_output, cum, decay, nodes):
         heads = self.heads_per_program(1024)
         parts = self._partial_sums(heads)
-        d_weights = self.empty(self.weights.shape, self.weights.dtype)
+        d_weights = torch.zeros(self.weights.shape, dtype=self.weights.dtype, device=cum.device)
         row_sums = torch.empty_like(cum)
         read_sums = cum.new_empty(self.layout.slots, self.H, self.depth)
         _query_gradient[(self.grouping(0).count, self.H // heads)](
             self.query, self.key, self.value, self.weights, d_output, cum, decay, nodes, parts, d_weights, row_sums, read_sums,
             self.layout, self.grouping(0), *_strides(self.query), *_strides(self.key), *_strides(self.value),
             *_strides(self.weights), *_strides(d_output), self.B * self.T, self.H, self.H // self.G, heads, self.L, self.depth,
-            LOG_C=self.log_c, BLOCK_L=triton.next_power_of_2(self.L), **self.sizes,
+            LOG_C=self.log_c, **self.sizes,
         )  # fmt: skip
         return self._total(parts), d_weights, row_sums, read_sums
 
@@ -995,7 +1001,7 @@ class _Call:
         _node_gradient[(grouping.count, self.depth, self.H * (self.N // block_n) * (self.P // block_p))](
             query, weights, d_output, cum, decay, read_sums, d_nodes, span, parts, part_spans, self.layout, grouping,
             *_strides(query), *_strides(weights), *_strides(d_output), self.H, self.H // self.G, self.L, self.depth,
-            LOG_C=self.log_c, SEGMENT=SEGMENT, BLOCK_N=block_n, BLOCK_P=block_p, **self.sizes,
+            LOG_C=self.log_c, SEGMENT=SEGMENT, BLOCK_N=block_n, BLOCK_P=block_p, maxnreg=128, **self.sizes,
         )  # fmt: skip
         if above:
             _sum_segments[(grouping.count + self.all_slots - self.layout.slots, self.H, self.tiles)](
@@ -1206,10 +1212,11 @@ def _launch_step(
     output = torch.empty(value.shape, dtype=value.dtype, device=value.device)
     block_p = min(P, 32)
     counters = merged_chunks, lengths, active
-    sizes = dict(N=N, P=P, C=C, BLOCK_P=block_p)
-    _merge_tail[(B, H, P // block_p)](tail_key, tail_value, tail_log_decay, levels, *counters, H, H // G, K, **sizes)
+    sizes = dict(N=N, P=P, C=C, BLOCK_P=block_p, num_warps=8)
+    grid = B, H, P // block_p
+    _merge_tail[grid](tail_key, tail_value, tail_log_decay, levels, *counters, H, H // G, K, **sizes)
     strides = [stride for x in (query, key, value, log_decay, level_weights) for stride in x.stride()[:2]]
-    _decode[(B, H, P // block_p)](
+    _decode[grid](
         query, key, value, log_decay, level_weights, tail_key, tail_value, tail_log_decay, levels, *counters, output,
         *strides, H, H // G, level_weights.shape[-1], K=K, LOG_C=C.bit_length() - 1, **sizes,
     )  # fmt: skip
