@@ -89,6 +89,7 @@ class FenwickLayer(CacheLayerMixin):
     def __init__(self, **kwargs):
         super().__init__()
         self.leader = self
+        self.keeps_addresses = self.static  # new contents are written to the old tensors
         self.sizes: LayerSizes | None = None
         self.device = None
         self.record_past = False
@@ -156,7 +157,7 @@ class FenwickLayer(CacheLayerMixin):
             self._leave_inference_mode()
         if self.record_past and self.record is None:
             # One token is written in place, as is everything that keeps its address.
-            self.record = _Record(self, copy=self.static or conv_inputs.shape[1] == 1)
+            self.record = _Record(self, copy=self.keeps_addresses or conv_inputs.shape[1] == 1)
 
     def _initialize(self, sizes, conv_inputs):
         B, G, H, N, P, L, chunk_size, conv_dim = sizes
@@ -231,7 +232,7 @@ class FenwickLayer(CacheLayerMixin):
         self._assign(lengths=lengths, merged_chunks=merged_chunks)
         if mask is not None or self.recent is not None:
             self._assign(recent=self._shifted(self.recent, [(columns, mask)]))
-        self._count(columns)
+        self.count(columns)
         self.has_tokens = True
 
     def _shifted(self, recent, passes):
@@ -239,7 +240,8 @@ class FenwickLayer(CacheLayerMixin):
         masks = [(self.chunk_size, recent), *passes]
         return torch.cat([self._all_real(n) if mask is None else mask for n, mask in masks], 1)[:, -self.chunk_size :]
 
-    def _count(self, columns):
+    def count(self, columns: int) -> None:
+        """Counts columns: on the host, or on the device if the layer is static."""
         if self.static:
             self.columns.add_(columns)
             self.rolled_back.sub_(columns).clamp_(min=0)
@@ -433,11 +435,11 @@ class FenwickLayer(CacheLayerMixin):
         return {name: tensor for name, tensor in tensors.items() if torch.is_tensor(tensor)}
 
     def _assign(self, **tensors):
-        """New contents, written to the old tensors if the layer is static."""
+        """New contents, written to the old tensors if these keep their addresses."""
         for name, tensor in tensors.items():
             old = getattr(self, name)
-            if not self.static or old is None:
-                setattr(self, name, self._keep_address(tensor.clone() if self.static else tensor))
+            if not self.keeps_addresses or old is None:
+                setattr(self, name, self._keep_address(tensor.clone() if self.keeps_addresses else tensor))
             elif old is not tensor:
                 old.copy_(tensor)
 

@@ -1,12 +1,15 @@
 """Decoding steps as one CUDA graph.
 
-A static Fenwick cache keeps its shape and its addresses, whatever the length. So a step can be recorded once and then be
+A Fenwick cache has the same shape after every token, unlike one of keys and values. So a step can be recorded once and then be
 replayed, with none of the hundreds of launches that an eager step spends its time on, and without a compiler.
 """
 
 from contextvars import ContextVar
 
 import torch
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
 
 # The graph of the `generate()` that runs in this thread; weights and hooks do not change meanwhile.
 RUNNING = ContextVar("running decode graph", default=None)
@@ -15,39 +18,70 @@ RUNNING = ContextVar("running decode graph", default=None)
 class DecodeGraph:
     """Runs steps of one token per row; records the step once the cache has kept all its tensors for a step.
 
-    Whatever replaces a tensor of the cache (another cache, a batch of another size) makes it start again with an eager step,
-    which also compiles the kernels that a recording must not wait for.
+    Whatever replaces a tensor of the cache (another cache, many tokens at once, a batch of another size) makes it start again
+    with an eager step, which also compiles the kernels that a recording must not wait for.
     """
 
     def __init__(self):
         self.graph = self.hidden_states = self.output = None
         self.tensors = []  # of the cache after the last step
+        self.recordable = True
 
     def step(self, run, hidden_states, cache):
-        """`run(hidden_states)`: hidden_states [B, 1, D] -> [B, 1, D], where `run` writes to the static `cache` in place.
+        """`run(hidden_states)`: hidden_states [B, 1, D] -> [B, 1, D], where `run` writes to the tensors of `cache` in place.
 
         The result is overwritten by the next step.
         """
+        leader = cache.layers[0]
         if not self._knows(cache):
             self.graph = None
+            for layer in cache.layers:
+                layer.keeps_addresses = True
             output = run(hidden_states)
             self.tensors = _tensors(cache)
             return output
-        if self.graph is None:
-            self._record(run, hidden_states)
+        if self.graph is None and not self._record(run, hidden_states, leader):
+            return run(hidden_states)
         self.hidden_states.copy_(hidden_states)
         self.graph.replay()
+        if not leader.static:
+            leader.count(1)  # `run` counts on the host, where replaying changes nothing
         return self.output
 
     def _knows(self, cache):
         tensors = _tensors(cache)
         return len(tensors) == len(self.tensors) and all(new is old for new, old in zip(tensors, self.tensors))
 
-    def _record(self, run, hidden_states):
+    def _record(self, run, hidden_states, leader):
+        """Whether the step could be recorded; that runs nothing on the device, so the cache is as before in any case."""
+        if not self.recordable:
+            return False
         self.hidden_states = hidden_states.clone()
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device_of(hidden_states), torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-            self.output = run(self.hidden_states)
+        counters = leader.columns, leader.rolled_back
+        try:
+            with torch.cuda.device_of(hidden_states):
+                self.graph, self.output = _recorded(lambda: run(self.hidden_states))
+        except RuntimeError as error:  # something in the model waits for the device, as some quantised layers do
+            logger.warning_once(f"Steps of `generate()` run eagerly, since one could not be recorded as a CUDA graph: {error}")
+            self.recordable = False
+        leader.columns, leader.rolled_back = counters
+        return self.recordable
+
+
+def _recorded(function):
+    """(CUDA graph of `function()`, its result). Without the garbage collection and the emptying of the memory pool that
+    `torch.cuda.graph` begins with, which take longer than recording.
+    """
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            result = function()
+        finally:
+            graph.capture_end()
+    torch.cuda.current_stream().wait_stream(stream)
+    return graph, result
 
 
 def _tensors(cache):

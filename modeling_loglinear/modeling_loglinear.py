@@ -519,7 +519,9 @@ class LogLinearModel(LogLinearPreTrainedModel):
         if torch.compiler.is_compiling() or cache is None or padding.shape[1] > 1 or padding.mask is not None:
             return False
         leader = cache.layers[0]
-        return leader.static and leader.started and leader.record is None and RUNNING.get() is not None
+        recording = leader.record_past or leader.record is not None
+        in_place = leader.started and not (recording or cache.offloading or torch.is_grad_enabled())
+        return in_place and RUNNING.get() is not None
 
     def _embed(self, input_ids):
         if input_ids.dim() != 2:
@@ -741,7 +743,7 @@ class LogLinearForCausalLM(LogLinearPreTrainedModel, GenerationMixin):
     # ---------------------------------------------------------------------------------------------------- generation
 
     def generate(self, *args, **kwargs):
-        """As in the library. On a GPU, `cache_implementation="static"` with `disable_compile=True` replays one CUDA graph."""
+        """As in the library. On a GPU, steps that are not compiled are replayed as one CUDA graph."""
         recordable = can_record(self) and self.config.backend in ("auto", "triton")
         token = RUNNING.set(DecodeGraph() if recordable else None)
         try:

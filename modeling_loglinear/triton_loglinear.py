@@ -1064,12 +1064,14 @@ def _is_eager():
 
 def _launch_forward(*inputs):
     """The inputs of `_forward` -> output, final levels (empty if not wanted)."""
-    return _Call(*inputs).forward()
+    with torch.cuda.device_of(inputs[0]):  # Triton launches on the current device, which need not be the tensors'
+        return _Call(*inputs).forward()
 
 
 def _launch_backward(d_output, d_levels, *inputs):
     """The gradients of the output and of the final levels, the inputs of `_forward` -> gradients of the floating inputs."""
-    return _Call(*inputs).backward(d_output, d_levels)
+    with torch.cuda.device_of(d_output):
+        return _Call(*inputs).backward(d_output, d_levels)
 
 
 @torch.library.custom_op(f"{_NAMESPACE}::tree_forward", mutates_args=())
@@ -1214,12 +1216,13 @@ def _launch_step(
     counters = merged_chunks, lengths, active
     sizes = dict(N=N, P=P, C=C, BLOCK_P=block_p, num_warps=8)
     grid = B, H, P // block_p
-    _merge_tail[grid](tail_key, tail_value, tail_log_decay, levels, *counters, H, H // G, K, **sizes)
     strides = [stride for x in (query, key, value, log_decay, level_weights) for stride in x.stride()[:2]]
-    _decode[grid](
-        query, key, value, log_decay, level_weights, tail_key, tail_value, tail_log_decay, levels, *counters, output,
-        *strides, H, H // G, level_weights.shape[-1], K=K, LOG_C=C.bit_length() - 1, **sizes,
-    )  # fmt: skip
+    with torch.cuda.device_of(query):
+        _merge_tail[grid](tail_key, tail_value, tail_log_decay, levels, *counters, H, H // G, K, **sizes)
+        _decode[grid](
+            query, key, value, log_decay, level_weights, tail_key, tail_value, tail_log_decay, levels, *counters, output,
+            *strides, H, H // G, level_weights.shape[-1], K=K, LOG_C=C.bit_length() - 1, **sizes,
+        )  # fmt: skip
     return output
 
 

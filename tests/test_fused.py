@@ -119,17 +119,20 @@ def test_model_on_a_gpu_gives_what_it_gives_on_a_cpu():
 
 
 @needs_gpu
-@pytest.mark.parametrize("options", [{}, {"num_beams": 3}])
+@pytest.mark.parametrize(
+    "options", [{}, {"num_beams": 3}, {"cache_implementation": "static", "disable_compile": True}, {"do_sample": True}]
+)
 def test_replayed_steps_generate_what_eager_steps_generate(options):
-    """With a static cache and no compiler the step is a CUDA graph; a hook on the model makes it step eagerly instead."""
+    """The step is a CUDA graph; a hook on the model makes it step eagerly instead."""
     config = small_config(head_dim=16, num_heads=3, hidden_size=24, n_groups=1, state_size=16, chunk_size=32)
     model = LogLinearForCausalLM(config).eval().cuda()
     ids = torch.randint(3, 50, (2, 90), generator=torch.Generator().manual_seed(0)).cuda()
     options = dict(max_new_tokens=80, do_sample=False, eos_token_id=None) | options
-    options |= dict(cache_implementation="static", disable_compile=True)
+    torch.manual_seed(0)
     replayed = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
     calls = []
     hook = model.backbone.layers[0].register_forward_hook(lambda *_: calls.append(1))
+    torch.manual_seed(0)
     eager = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
     hook.remove()
     assert torch.equal(replayed, eager)

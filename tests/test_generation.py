@@ -21,10 +21,12 @@ The cases of the library's own generation tests, and where they are here:
 | longer than `max_position_embeddings`, default length | test_longer_than_max_position_embeddings |
 | classifier-free guidance, custom generation loop, no prompt | test_other_entries |
 | streaming, stopping, stop strings, pipeline | test_streaming, test_stopping, test_pipeline |
+| steps replayed as a CUDA graph (every cache, beams, ragged rows, going on with a cache), its failure | test_replayed_* |
 | static (compiled, replayed) and offloaded on a GPU, no waiting | test_caches_on_a_gpu, test_a_step_never_waits_* |
 | `torch.inference_mode`, several threads | test_inference_mode, test_threads |
 """
 
+import copy
 import functools
 import threading
 
@@ -43,7 +45,8 @@ from transformers import (
 )
 from transformers.generation import utils as generation_utils
 
-from modeling_loglinear import FenwickCache, LogLinearForCausalLM
+from modeling_loglinear import FenwickCache, LogLinearForCausalLM, graph_loglinear, modeling_loglinear
+from modeling_loglinear.cache_loglinear import FenwickLayer
 from modeling_loglinear.modeling_loglinear import CACHE_NAME
 
 MODEL = small_model()
@@ -551,6 +554,102 @@ def test_compiled_generate():
             output.append(token)
             token = forward(input_ids=token, past_key_values=cache).logits.argmax(-1)
     assert torch.cat(output, 1).tolist() == EXPECTED
+
+
+# ----------------------------------------------------------------------------------------------------- replayed steps
+
+
+class StandInGraph:
+    """What a CUDA graph does, on a CPU: recording runs nothing, replaying repeats the tensor work and no Python."""
+
+    replaying = False
+    recorded = replayed = 0
+
+    def __init__(self, function):
+        self.function, self.output = function, torch.zeros(0)
+        StandInGraph.recorded += 1
+
+    def replay(self):
+        StandInGraph.replaying, StandInGraph.replayed = True, StandInGraph.replayed + 1
+        output = self.function()
+        StandInGraph.replaying = False
+        self.output.resize_(output.shape).copy_(output)
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    def recorded(function):
+        graph = StandInGraph(function)
+        return graph, graph.output
+
+    def count(layer, columns):
+        if layer.static or not StandInGraph.replaying:
+            counted(layer, columns)
+
+    counted = FenwickLayer.count
+    monkeypatch.setattr(FenwickLayer, "count", count)
+    monkeypatch.setattr(graph_loglinear, "_recorded", recorded)
+    monkeypatch.setattr(modeling_loglinear, "can_record", lambda model: True)
+    monkeypatch.setattr(StandInGraph, "recorded", 0)
+    monkeypatch.setattr(StandInGraph, "replayed", 0)
+    return StandInGraph
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"cache_implementation": "static", "disable_compile": True}])
+def test_replayed_steps(stand_in, kwargs):
+    """Ragged rows, each generate() with one recording; the first step ran eagerly, all others were replayed."""
+    input_ids, mask = padded(ROWS, "mixed")
+    assert generate(input_ids, attention_mask=mask, **kwargs) == EXPECTED
+    assert (stand_in.recorded, stand_in.replayed) == (1, NEW - 2)
+
+
+def test_replayed_beams(stand_in):
+    """Beams reorder the cache in place between two steps; what is written is the same."""
+    expected = generate(ROWS[0][None], num_beams=3)
+    recorded = stand_in.recorded
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(modeling_loglinear, "can_record", lambda model: False)
+        assert generate(ROWS[0][None], num_beams=3) == expected
+    assert stand_in.recorded == recorded == 1
+
+
+def test_replayed_steps_after_a_cache(stand_in):
+    """The cache of one generate() goes on in the next, first with several tokens, and counts its columns right."""
+    output = MODEL.generate(ROWS[0][None], do_sample=False, max_new_tokens=20, return_dict_in_generate=True)
+    cache = output[CACHE_NAME]
+    assert cache.get_seq_length() == len(ROWS[0]) + 19
+    more = torch.cat([output.sequences, ROWS[1][None]], 1)
+    copied = copy.deepcopy(cache)
+    written = [MODEL.generate(more, do_sample=False, max_new_tokens=NEW, **{CACHE_NAME: c})[0] for c in (cache, copied)]
+    expected = more[0].tolist() + greedy(more[0])
+    assert written[0].tolist() == written[1].tolist() == expected
+    assert cache.get_seq_length() == len(expected) - 1
+    cache.crop(-5)
+    with torch.no_grad():
+        logits = MODEL(torch.tensor([expected[-6:]]), **{CACHE_NAME: cache}).logits
+        wanted = MODEL(torch.tensor([expected]), use_cache=False).logits[:, -6:]
+    torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_replayed_steps_of_a_draft(stand_in):
+    """A cache that records its past is never replayed; afterwards it is, as before."""
+    assert generate(ROWS[0][None], prompt_lookup_num_tokens=3) == [EXPECTED[0]]
+    assert stand_in.replayed == 0
+
+
+def test_a_step_that_cannot_be_recorded(stand_in, monkeypatch, caplog):
+    """Then it runs eagerly, with a warning, and writes the same."""
+
+    def refuse(function):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(graph_loglinear, "_recorded", refuse)
+    graph_loglinear.logger.addHandler(caplog.handler)
+    try:
+        assert generate(ROWS[0][None]) == [EXPECTED[0]]
+    finally:
+        graph_loglinear.logger.removeHandler(caplog.handler)
+    assert "could not be recorded as a CUDA graph: operation not permitted" in caplog.text
 
 
 # ----------------------------------------------------------------------------------------------------------- on a GPU
