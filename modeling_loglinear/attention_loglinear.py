@@ -450,6 +450,7 @@ class SpanPositions:
         old = (zero, zero) if counters is None else counters
         self.final_lengths, self.final_chunk = advanced(*old, self.new_tokens, chunk_size)
         self.is_new, self.newest = _newest(old[0], self.new_tokens, self.new_starts, 2 * chunk_size, B * T)
+        self.fill_rings = lengths is None and cu_seqlens is None and T >= 2 * chunk_size
         self.extension = None
         if counters is not None:
             self.extension = _Extension(*counters, self.new_tokens, self.new_starts, shape, chunk_size, cu_seqlens is not None)
@@ -461,6 +462,8 @@ class SpanPositions:
 
     def update(self, ring, tokens):
         """The newest tokens [B, T, ...] of every sequence in its ring [num_seqs, 2C, ...]; None: an empty one."""
+        if self.fill_rings:
+            return tokens.flatten(0, 1).index_select(0, self.newest).unflatten(0, self.is_new.shape)
         return _with_newest(ring, tokens, self.is_new, self.newest)
 
 
@@ -564,11 +567,11 @@ def _with_newest(ring, tokens, is_new, newest):
     return torch.where(is_new.view(*is_new.shape, *[1] * (newest.dim() - 2)), newest, 0 if ring is None else ring)
 
 
-def ring_update(ring, tokens, old_lengths, new_tokens):
-    """ring [B, R, ...] with the newest of the tokens [B, T, ...], of which `new_tokens` [B] stand at the front of each row."""
+def ring_update(ring, tokens, old_lengths, new_tokens, R):
+    """ring [B, R, ...] (None: zeros) with the newest of the tokens [B, T, ...], `new_tokens` [B] at the front of each row."""
     B, T = tokens.shape[:2]
-    starts = torch.arange(B, device=ring.device) * T
-    return _with_newest(ring, tokens, *_newest(old_lengths, new_tokens, starts, ring.shape[1], B * T))
+    starts = torch.arange(B, device=tokens.device) * T
+    return _with_newest(ring, tokens, *_newest(old_lengths, new_tokens, starts, R, B * T))
 
 
 # ------------------------------------------------------------------------------------------------------- the tree

@@ -91,7 +91,7 @@ class FenwickLayer(CacheLayerMixin):
         self.leader = self
         self.keeps_addresses = self.static  # new contents are written to the old tensors
         self.sizes: LayerSizes | None = None
-        self.device = None
+        self.device = self.dtype = None
         self.record_past = False
         self.record: _Record | None = None
         # Of every layer:
@@ -151,9 +151,9 @@ class FenwickLayer(CacheLayerMixin):
         sizes = LayerSizes(B, G, H, N, P, L, chunk_size, conv_inputs.shape[-1])
         if self.sizes is None:
             self._initialize(sizes, conv_inputs)
-        elif (self.sizes, self.conv_ring.dtype, self.device) != (sizes, conv_inputs.dtype, conv_inputs.device):
+        elif (self.sizes, self.dtype, self.device) != (sizes, conv_inputs.dtype, conv_inputs.device):
             self._refuse(sizes, conv_inputs)
-        if not torch.compiler.is_compiling() and self.conv_ring.is_inference() and not torch.is_inference_mode_enabled():
+        if self.started and not torch.compiler.is_compiling() and self._cannot_be_written():
             self._leave_inference_mode()
         if self.record_past and self.record is None:
             # One token is written in place, as is everything that keeps its address.
@@ -161,28 +161,32 @@ class FenwickLayer(CacheLayerMixin):
 
     def _initialize(self, sizes, conv_inputs):
         B, G, H, N, P, L, chunk_size, conv_dim = sizes
-        self.sizes, self.device = sizes, conv_inputs.device
-        state = empty_state(B, G, H, N, P, L, chunk_size, conv_inputs.dtype, conv_inputs.device)
-        self.key, self.value, self.log_decay, self.levels = state[:4]
-        self.conv_ring = conv_inputs.new_zeros(B, 2 * chunk_size, conv_dim)
+        self.sizes, self.device, self.dtype = sizes, conv_inputs.device, conv_inputs.dtype
         if self.leader is self:
-            self.merged_chunks, self.lengths = state[4:]
+            self.merged_chunks, self.lengths = torch.zeros(2, B, dtype=torch.int64, device=self.device).unbind()
             if self.static:
-                self.columns, self.rolled_back = (state.lengths.new_zeros(()) for _ in range(2))
+                self.columns, self.rolled_back = (self.lengths.new_zeros(()) for _ in range(2))
                 self.recent = self._all_real(chunk_size)
+        if self.static or self.record_past:  # else the first forward pass brings them
+            state = empty_state(B, G, H, N, P, L, chunk_size, self.dtype, self.device)
+            self.key, self.value, self.log_decay, self.levels = state[:4]
+            self.conv_ring = conv_inputs.new_zeros(B, 2 * chunk_size, conv_dim)
         self.is_initialized = True
         for tensor in self.tensors().values():
             self._keep_address(tensor)
 
     def _refuse(self, sizes, conv_inputs):
         names = (*LayerSizes._fields, "dtype", "device")
-        cached = (*self.sizes, self.conv_ring.dtype, self.device)
+        cached = (*self.sizes, self.dtype, self.device)
         here = (*sizes, conv_inputs.dtype, conv_inputs.device)
         different = [f"`{name}` is {a} in the cache and {b} here" for name, a, b in zip(names, cached, here) if a != b]
         raise ValueError(f"`cache` does not fit this input: {', '.join(different)}. It comes from another batch or model.")
 
+    def _cannot_be_written(self):
+        """Whether these are tensors of inference mode, outside of it."""
+        return self.conv_ring.is_inference() and not torch.is_inference_mode_enabled()
+
     def _leave_inference_mode(self):
-        """Tensors made in inference mode cannot be written outside of it."""
         for name, tensor in self.tensors().items():
             setattr(self, name, self._keep_address(tensor.clone()))
 
@@ -220,14 +224,13 @@ class FenwickLayer(CacheLayerMixin):
             hidden_states (`torch.Tensor` of shape `[B, T, D]`): final hidden states, real tokens at the front.
             step (`StepPositions`, *optional*): given if this was one token per row, written in place.
         """
-        if self.hidden_ring is None:
-            self._assign(hidden_ring=hidden_states.new_zeros(self.batch_size, 2 * self.chunk_size, hidden_states.shape[-1]))
         if self.record is not None:
             self.record.passes.append((columns, mask, hidden_states))
         if step is not None:
             step.write(self.hidden_ring, hidden_states[:, 0])
         else:
-            self._assign(hidden_ring=ring_update(self.hidden_ring, hidden_states, self.lengths, new_tokens))
+            size = 2 * self.chunk_size
+            self._assign(hidden_ring=ring_update(self.hidden_ring, hidden_states, self.lengths, new_tokens, size))
         lengths, merged_chunks = advanced(self.lengths, self.merged_chunks, new_tokens, self.chunk_size)
         self._assign(lengths=lengths, merged_chunks=merged_chunks)
         if mask is not None or self.recent is not None:
@@ -399,7 +402,7 @@ class FenwickLayer(CacheLayerMixin):
         if hidden_ring is None:
             hidden_ring = torch.zeros_like(self.hidden_ring)
         for _, _, hidden_states, real in passes:
-            hidden_ring = ring_update(hidden_ring, hidden_states, lengths, real)
+            hidden_ring = ring_update(hidden_ring, hidden_states, lengths, real, 2 * self.chunk_size)
             lengths, merged_chunks = advanced(lengths, merged_chunks, real, self.chunk_size)
         self._assign(lengths=lengths, merged_chunks=merged_chunks, hidden_ring=hidden_ring)
         if self.recent is not None:
@@ -419,7 +422,7 @@ class FenwickLayer(CacheLayerMixin):
         state, conv_ring = record.state, record.conv_ring
         for real, (conv_inputs, (key, value, log_decay)) in zip(repeated, record.tokens):
             real = real.to(self.device)  # the leader may live on another one
-            conv_ring = ring_update(conv_ring, conv_inputs, state.lengths, real)
+            conv_ring = ring_update(conv_ring, conv_inputs, state.lengths, real, 2 * self.chunk_size)
             weights = log_decay.new_ones(1).expand(*log_decay.shape, self.sizes.num_levels)  # nobody reads the output
             _, state = loglinear_attention(
                 key, key, value, log_decay, weights,
@@ -563,7 +566,7 @@ class FenwickCache(Cache):
             index, name = name.split(".")
             layer = cache.layers[int(index)]
             setattr(layer, name, layer._keep_address(tensor))
-            layer.device = tensor.device
+            layer.device, layer.dtype = tensor.device, layer.conv_ring.dtype if layer.conv_ring is not None else None
         return cache
 
 

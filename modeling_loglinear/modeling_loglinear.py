@@ -779,6 +779,12 @@ class LogLinearForCausalLM(LogLinearPreTrainedModel, GenerationMixin):
             cache.activate_past_recording()
         model_kwargs[CACHE_NAME] = cache
 
+    def _valid_auto_compile_criteria(self, model_kwargs, generation_config):
+        """A recorded step is as fast as a compiled one, without a minute of compiling: only `compile_config` asks for that."""
+        if RUNNING.get() is not None and generation_config.compile_config is None:
+            return False
+        return super()._valid_auto_compile_criteria(model_kwargs, generation_config)
+
     def _prefill(self, input_ids, generation_config, model_kwargs, *args, **kwargs):
         model_kwargs = model_kwargs | {"is_prompt": True}  # for `prepare_inputs_for_generation`
         return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)

@@ -8,7 +8,7 @@ chunk (a Fenwick tree in place), and everything before chunk c is read by a walk
 
     e = c;  while e: read the node in slot e - 1 (level: lowest set bit of e);  e &= e - 1
 
-**Forward**: `_chunk_decays` adds up the log decay, `_chunk_states` fills the slots with chunks and nodes of up to eight,
+**Forward**: `_chunk_decays` adds up the log decay, `_chunk_states` fills the slots with chunks and nodes of up to four,
 `_merge` makes the others in place, several levels per launch; `_output` does the work inside a chunk and the walk;
 `_final_levels` walks for the state that is left.
 **Backward**: the first three again (cheaper than keeping them), then `_query_gradient` (what the walk read),
@@ -184,29 +184,27 @@ def _chunk_states(
     key, value, cum, decay, nodes, layout, grouping, k_token, k_group, v_token, v_head, H, heads_per_group,
     N: tl.constexpr, P: tl.constexpr, C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The states of eight neighbouring chunks, each sum_j exp(decay from j to its end) k_j v_j^T, and the nodes of up to eight.
+    """The states of four neighbouring chunks, each sum_j exp(decay from j to its end) k_j v_j^T, and the nodes of levels 1, 2.
 
-    Grid (groups of eight chunks, H, tiles of [N, P]). Reads key [8C, BLOCK_N], value [8C, BLOCK_P], cum [8, C] and the chunks'
-    decays. Writes tiles of nodes[slot, head] in eight slots; the first tile also the decays of levels 1 to 3.
+    Grid (groups of four chunks, H, tiles of [N, P]). Reads key [4C, BLOCK_N], value [4C, BLOCK_P], cum [4, C] and the chunks'
+    decays. Writes tiles of nodes[slot, head] in four slots; the first tile also the decays of levels 1 and 2.
     """
     seq, group, token, count, slot, first, _ = _find(tl.program_id(0), grouping, layout, C)
-    start = ((first >> 3) + group) * 8 - first  # negative if an initial state ends inside the group
+    start = ((first >> 2) + group) * 4 - first  # negative if an initial state ends inside the group
     if start * C >= count:
         return
     head = tl.program_id(1)
     tiles_p: tl.constexpr = P // BLOCK_P
     n = tl.program_id(2) // tiles_p * BLOCK_N + tl.arange(0, BLOCK_N)
     p = tl.program_id(2) % tiles_p * BLOCK_P + tl.arange(0, BLOCK_P)
+    is_first_tile = tl.program_id(2) == 0
     j = tl.arange(0, C)
     dtype = nodes.dtype.element_ty
-    # The last nodes of levels 0, 1, 2 that may be a left child, and their decays.
-    left0 = tl.zeros((BLOCK_N, BLOCK_P), dtype)
-    left1 = tl.zeros((BLOCK_N, BLOCK_P), dtype)
-    left2 = tl.zeros((BLOCK_N, BLOCK_P), dtype)
+    left0 = tl.zeros((BLOCK_N, BLOCK_P), tl.float32)  # the left node of level 0, of level 1, and their decays
+    left1 = tl.zeros((BLOCK_N, BLOCK_P), tl.float32)
     decay0 = tl.zeros((), tl.float32)
     decay1 = tl.zeros((), tl.float32)
-    decay2 = tl.zeros((), tl.float32)
-    for step in range(8):
+    for step in range(4):
         chunk = start + step
         exists = (chunk >= 0) & (chunk * C < count)
         position = chunk * C + j
@@ -221,29 +219,23 @@ def _chunk_states(
         to_end = tl.exp(tl.minimum(total - tl.load(cum + node * C + j, mask=valid, other=0.0), 0.0))
         v = (v.to(tl.float32) * to_end[:, None]).to(dtype)
         state = tl.dot(tl.trans(k.to(dtype)), v, input_precision=PRECISION)
-        pair = decay0 + total
-        quad = decay1 + pair
         state += tl.where(exists & (step % 2 == 1), tl.exp(total), 0.0) * left0
-        state += tl.where(exists & (step % 4 == 3), tl.exp(pair), 0.0) * left1
-        state += tl.where(exists & (step == 7), tl.exp(quad), 0.0) * left2
+        state += tl.where(exists & (step == 3), tl.exp(total + decay0), 0.0) * left1
         tile = n[:, None] * P + p[None, :]
         tl.store(nodes + node * (N * P) + tile, state.to(dtype), mask=exists)
-        writes = exists & (tl.program_id(2) == 0)
-        tl.store(decay + layout.slots * H + node, pair, mask=writes & (step % 2 == 1))
-        tl.store(decay + 2 * layout.slots * H + node, quad, mask=writes & (step % 4 == 3))
-        tl.store(decay + 3 * layout.slots * H + node, decay2 + quad, mask=writes & (step == 7))
+        pair = decay0 + total
+        tl.store(decay + layout.slots * H + node, pair, mask=exists & is_first_tile & (step % 2 == 1))
+        tl.store(decay + 2 * layout.slots * H + node, decay1 + pair, mask=exists & is_first_tile & (step == 3))
         if layout.first is not None:
             # An initial node takes the place of what would end with this chunk.
-            level = tl.where(step % 4 == 1, 1, tl.where(step == 3, 2, 0))
+            level = tl.where(step == 1, 1, 0)
             initial = nodes + (_node(first + chunk + 1, level, seq, slot, first, layout) * H + head) * (N * P)
             wanted = (chunk < 0) & ((first >> level) & 1 > 0)
             state += tl.load(initial + tile, mask=wanted, other=0.0).to(tl.float32)
-        left0 = state.to(dtype)
-        left1 = tl.where(step % 4 == 1, left0, left1)
-        left2 = tl.where(step == 3, left0, left2)
+        left0 = state
+        left1 = tl.where(step == 1, state, left1)
+        decay1 = tl.where(step == 1, pair, decay1)
         decay0 = total
-        decay1 = tl.where(step % 4 == 1, pair, decay1)
-        decay2 = tl.where(step == 3, quad, decay2)
 
 
 @triton.jit
@@ -859,8 +851,9 @@ class _Call:
             first = ((first_chunk % size + torch.where(first_chunk >= size, size, 0)) << skip).int()
             end += 2 * size << skip
         if final_chunk is not None:
-            self.last = ((final_chunk - (0 if first is None else first_chunk)) << skip).int()
-            self.last = self.last if first is None else first + self.last
+            self.last = final_chunk << skip if skip else final_chunk
+            if first is not None:
+                self.last = first + ((final_chunk - first_chunk) << skip)
         self.depth = (end if final_chunk is not None else end - 1).bit_length()
         slots = self.B * longest
         if cu_seqlens is not None:
@@ -910,11 +903,11 @@ class _Call:
             self.log_decay, cum, decay, self.layout, self.grouping(0), *_strides(self.log_decay), H, C=self.C, BLOCK_H=32
         )
         block_n, block_p = min(self.N, 128), min(self.P, 64)
-        _chunk_states[(self.grouping(3).count, H, self.N // block_n * (self.P // block_p))](
-            self.key, self.value, cum, decay, nodes, self.layout, self.grouping(3), *_strides(self.key), *_strides(self.value),
+        _chunk_states[(self.grouping(2).count, H, self.N // block_n * (self.P // block_p))](
+            self.key, self.value, cum, decay, nodes, self.layout, self.grouping(2), *_strides(self.key), *_strides(self.value),
             H, H // self.G, BLOCK_N=block_n, BLOCK_P=block_p, num_warps=8, maxnreg=128, **{**self.sizes, "num_stages": 3},
         )  # fmt: skip
-        for level in range(3, self.depth - 1, MERGE_DEPTH):
+        for level in range(2, self.depth - 1, MERGE_DEPTH):
             grouping = self.grouping(level + MERGE_DEPTH)
             _merge[(grouping.count, H, self.tiles)](
                 nodes, decay, self.layout, grouping, level, H, C=self.C, DEPTH=MERGE_DEPTH, **self.elementwise
