@@ -142,8 +142,6 @@ def measure(mixers, lengths, repeats, device):
             model = build_model(mixer, dataclasses.replace(MEASURED, max_position_embeddings=length)).to(device)
             if mixer == "transformer":
                 model.set_attn_implementation("sdpa")
-            else:
-                model.config.backend = "auto"
             cost = training_cost(model.train(), length, repeats)
             costs.append({**cost, "cache_bytes": cache_bytes(model.eval(), length)})
         row = {"mixer": mixer, "lengths": lengths, **{key: [c[key] for c in costs] for key in costs[0]}}

@@ -118,7 +118,6 @@ def build_model(mixer, sizes, seed=0):
         num_heads=2 * sizes.hidden_size // sizes.head_dim,
         n_groups=1,
         lambda_mode=mixer,
-        backend="torch",
         use_cache=False,
         pad_token_id=None,
         **{name: value for name, value in dataclasses.asdict(sizes).items() if value is not None},

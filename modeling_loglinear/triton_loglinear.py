@@ -891,6 +891,10 @@ class _Call:
             heads //= 2
         return heads
 
+    def registers(self, most):
+        """A cap of registers per thread, so that more programs run at a time; tiles of float32 would spill under it."""
+        return most if self.dtype == torch.bfloat16 else None
+
     def build_tree(self):
         """-> nodes [slots, then initial nodes; H, N, P], cum [slots, H, C], decay [levels, slots, H]."""
         slots, H = self.layout.slots, self.H
@@ -905,7 +909,7 @@ class _Call:
         block_n, block_p = min(self.N, 128), min(self.P, 64)
         _chunk_states[(self.grouping(2).count, H, self.N // block_n * (self.P // block_p))](
             self.key, self.value, cum, decay, nodes, self.layout, self.grouping(2), *_strides(self.key), *_strides(self.value),
-            H, H // self.G, BLOCK_N=block_n, BLOCK_P=block_p, num_warps=8, maxnreg=128, **{**self.sizes, "num_stages": 3},
+            H, H // self.G, BLOCK_N=block_n, BLOCK_P=block_p, num_warps=8, maxnreg=self.registers(128), **{**self.sizes, "num_stages": 3},
         )  # fmt: skip
         for level in range(2, self.depth - 1, MERGE_DEPTH):
             grouping = self.grouping(level + MERGE_DEPTH)
@@ -927,7 +931,7 @@ class _Call:
             self.query, self.key, self.value, self.weights, cum, decay, nodes, output, self.layout, self.grouping(0),
             *_strides(self.query), *_strides(self.key), *_strides(self.value), *_strides(self.weights),
             self.H, self.H // self.G, heads, self.L, LOG_C=self.log_c,
-            maxnreg=168 if self.dtype == torch.bfloat16 and self.P <= 64 else None, **self.sizes,
+            maxnreg=self.registers(168) if self.P <= 64 else None, **self.sizes,
         )  # fmt: skip
         if self.last is None:
             return output, self.log_decay.new_empty(0)
@@ -1002,7 +1006,7 @@ class _Call:
         _node_gradient[(grouping.count, self.depth, self.H * (self.N // block_n) * (self.P // block_p))](
             query, weights, d_output, cum, decay, read_sums, d_nodes, span, parts, part_spans, self.layout, grouping,
             *_strides(query), *_strides(weights), *_strides(d_output), self.H, self.H // self.G, self.L, self.depth,
-            LOG_C=self.log_c, SEGMENT=SEGMENT, BLOCK_N=block_n, BLOCK_P=block_p, maxnreg=128, **self.sizes,
+            LOG_C=self.log_c, SEGMENT=SEGMENT, BLOCK_N=block_n, BLOCK_P=block_p, maxnreg=self.registers(128), **self.sizes,
         )  # fmt: skip
         if above:
             _sum_segments[(grouping.count + self.all_slots - self.layout.slots, self.H, self.tiles)](

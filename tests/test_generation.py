@@ -35,6 +35,7 @@ import torch
 from small_models import CHUNK, padded, random_tokens, small_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    CompileConfig,
     DynamicCache,
     PreTrainedTokenizerFast,
     StaticCache,
@@ -659,16 +660,29 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 
 
 @needs_gpu
-@pytest.mark.parametrize("kwargs", [{}, {"cache_implementation": "static"}, {"cache_implementation": "offloaded"}])
-@pytest.mark.parametrize("disable_compile", [False, True])
-def test_caches_on_a_gpu(kwargs, disable_compile):
-    """Plain, static (compiled and replayed) and offloaded: every step's logits equal a forward pass over the written text."""
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {},
+        {"cache_implementation": "static"},
+        {"cache_implementation": "static", "compile_config": CompileConfig()},
+        {"cache_implementation": "offloaded"},
+    ],
+    ids=["dynamic", "static", "compiled", "offloaded"],
+)
+def test_caches_on_a_gpu(kwargs):
+    """Plain and static (replayed), compiled, offloaded: every step's logits equal a forward pass over the written text."""
     model = small_model(state_size=16).cuda()
     ids, mask = (x.cuda() for x in padded(ROWS, "left"))
     output = model.generate(
-        ids, attention_mask=mask, do_sample=False, max_new_tokens=NEW, disable_compile=disable_compile,
-        return_dict_in_generate=True, output_logits=True, **kwargs,
-    )  # fmt: skip
+        ids,
+        attention_mask=mask,
+        do_sample=False,
+        max_new_tokens=NEW,
+        return_dict_in_generate=True,
+        output_logits=True,
+        **kwargs,
+    )
     mask = torch.cat([mask, mask.new_ones(3, NEW)], 1)
     with torch.no_grad():
         expected = model(output.sequences, attention_mask=mask, use_cache=False).logits[:, ids.shape[1] - 1 : -1]
