@@ -1,11 +1,12 @@
 """One command makes every table, card and plot of the experiments from the records in `eval/records/`:
 
-    python -m eval.report
+    python -m eval.report [--mqar FILE ...] [--selective_copying FILE ...] [--language_modeling FILE ...]
 
-Writes `eval/records/*.csv`, `model_cards/*.md` and `model_cards/plots/*.png`. The best learning rate of a mixer is
-chosen on the tuning seeds (0 and 1) and reported on the others.
+With files, first adds their records (of runs elsewhere) to those it has. Writes `eval/records/*.csv`, `model_cards/*.md` and
+`model_cards/plots/*.png`. The best learning rate of a mixer is chosen on the tuning seeds (0 and 1) and reported on the others.
 """
 
+import argparse
 import json
 import pathlib
 
@@ -128,10 +129,16 @@ def report_language(rows):
     for (width, mixer), part in records.group(rows, lambda r: r["sizes"]["hidden_size"], lambda r: r["mixer"]).items():
         cells = []
         for split in ("heldout", "zero_shot"):
-            numbers = records.describe([t["perplexity"] for r in part for t in r["tests"] if t["split"] == split])
-            cells += [f"{numbers['mean']:.2f}", f"{numbers['sd']:.2f}"]
-        lines.append([width, mixer, len(part), f"{part[0]['train_tokens']:,}", *cells])
-    header = ["hidden size", "mixer", "seeds", "tokens each", "held-out perplexity", "sd", "zero-shot perplexity", "sd"]
+            found = [t for r in sorted(part, key=lambda r: r["seed"]) for t in r["tests"] if t["split"] == split]
+            perplexity = records.describe([t["perplexity"] for t in found])
+            bits = sum(t["bits_per_byte"] for t in found) / len(found)
+            every = " ".join(f"{t['perplexity']:.2f}" for t in found)
+            cells += [f"{perplexity['mean']:.2f} ± {perplexity['sd']:.2f}", every, f"{bits:.4f}"]
+        lines.append([width, mixer, f"{part[0]['parameters']:,}", len(part), f"{part[0]['train_tokens']:,}", *cells])
+    header = ["hidden size", "mixer", "parameters", "seeds", "tokens each"]
+    header += [
+        f"{split} {what}" for split in ("held-out", "zero-shot") for what in ("perplexity", "of every seed", "bits per byte")
+    ]
     corpus = rows[0]["corpus"]["text"]
     table = f"Corpus: {corpus}.{missing(rows)}\n\n{records.markdown(header, lines)}"
     command = "python -m eval.language_modeling train --preset configuration/lm-gcide.json --tokens TOKENS"
@@ -171,18 +178,25 @@ def report_maps(maps):
     return f"# Level weights\n\n{lambda_maps.__doc__.strip()}\n\n{records.markdown(header, lines)}\n"
 
 
+EXPERIMENTS = {"mqar": report_mqar, "selective_copying": report_copying, "language_modeling": report_language}
+
+
 def main():
-    for name, report in (
-        ("mqar", report_mqar),
-        ("selective_copying", report_copying),
-        ("language_modeling", report_language),
-    ):
-        rows = records.read(records.FOLDER / f"{name}.jsonl")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in EXPERIMENTS:
+        parser.add_argument(f"--{name}", nargs="+", default=[], metavar="FILE", help="record files to add first")
+    added = vars(parser.parse_args())
+    if absent := [file for files in added.values() for file in files if not pathlib.Path(file).exists()]:
+        parser.error(f"there is no file {absent[0]}")
+    for name, report in EXPERIMENTS.items():
+        path = records.FOLDER / f"{name}.jsonl"
+        if added[name]:
+            records.merge(path, added[name])
+        rows = records.read(path)
         if not rows:
             print(f"no records of {name}: its card is not made")
             continue
-        if name != "language_modeling":
-            records.write_csv(records.tidy(rows), records.FOLDER / f"{name}.csv")
+        records.write_csv(records.tidy(rows), path.with_suffix(".csv"))
         records.write(CARDS / f"{name}.md", report(rows))
     complexity = records.FOLDER / "complexity.json"
     if complexity.exists():
