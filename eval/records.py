@@ -161,10 +161,10 @@ def accuracy(row, length=None):
 
 
 def tuning_seeds(rows):
-    """How many seeds, from 0 on, only choose the learning rate: 2 where at least 4 were run; else 0, and all both
-    choose and count.
+    """How many seeds, from 0 on, only choose the learning rate: 2 where at least 4 were run and there is a choice; else 0, and
+    all both choose and count.
     """
-    return 2 if len({row["seed"] for row in rows}) >= 4 else 0
+    return 2 if len({row["seed"] for row in rows}) >= 4 and len({row["learning_rate"] for row in rows}) > 1 else 0
 
 
 def best_rate(rows):

@@ -16,18 +16,14 @@ from eval.stacked import MIXERS
 CARDS = pathlib.Path(__file__).parent.parent / "model_cards"
 
 MQAR_CLAIMS = """Published (arXiv 2605.06946): with 32 pairs a mean accuracy of 2.9 % for `linear` against 57.9 % for
-`mlp_softplus` (best seed 99.6 %), `mlp_softmax` good at moderate load and failing at 32 pairs; trained short and
-tested at
-length 256: 33.2 % against 3.3 %."""
-COPYING_CLAIMS = """Published (arXiv 2605.06946): at length 1024 an accuracy of 54.8 % for `mlp_softplus` against 40.6
-% for
-`linear`, with less variance."""
-LANGUAGE_CLAIMS = """Published (arXiv 2605.06946), WikiText-103, hidden size 512: perplexity 218.57 for
-`mlp_softplus`, 224.71 for
-`linear`, 226.06 for `mlp_softmax`; hidden size 256: the same order with a smaller margin."""
+`mlp_softplus` (best seed 99.6 %), `mlp_softmax` good at moderate load and failing at 32 pairs; trained short and tested
+at length 256: 33.2 % against 3.3 %."""
+COPYING_CLAIMS = """Published (arXiv 2605.06946): at length 1024 an accuracy of 54.8 % for `mlp_softplus` against 40.6 %
+for `linear`, with less variance."""
+LANGUAGE_CLAIMS = """Published (arXiv 2605.06946), WikiText-103, hidden size 512: perplexity 218.57 for `mlp_softplus`,
+224.71 for `linear`, 226.06 for `mlp_softmax`; hidden size 256: the same order with a smaller margin."""
 COMPLEXITY_CLAIMS = """Published: less than 0.007 % more parameters, training in O(T log T) time and O(T) memory,
-decoding with a
-state of O(log T)."""
+decoding with a state of O(log T)."""
 
 
 def environments(rows):

@@ -140,13 +140,6 @@ def _weight(weights, level, offsets, valid, L):
 
 
 @triton.jit
-def _next_read(weights, left, LOG_C: tl.constexpr, offsets, valid, L):
-    """Level (of the tree) and weights of the next node of a walk that has `left` before it."""
-    level = _low_bit(left)
-    return level, _weight(weights, LOG_C + 1 + level, offsets, valid & (left > 0), L)
-
-
-@triton.jit
 def _store_weight_gradient(d_weights, level, gradient, valid, L):
     """Stores the gradient of a level below the last; returns what is left for the last weight, which many levels share."""
     tl.store(d_weights + level, gradient.to(d_weights.dtype.element_ty), mask=valid & (level < L - 1))
@@ -310,16 +303,14 @@ def _output(
         since_start = tl.load(cum + here * C + i)
         gap = tl.zeros((), tl.float32)
         left = first + chunk
-        level, weight = _next_read(lam, left, LOG_C, i * w_token, valid, L)
         for _ in range(_count_bits(left)):
+            level = _low_bit(left)
             node = _node(left, level, seq, slot, first, layout)
             state = tl.load(nodes + (node * H + head) * (N * P) + n[:, None] * P + p[None, :])
-            of_node = tl.load(decay + (level * layout.slots + node) * H + head, mask=left > first, other=0.0)
-            factor = weight * tl.exp(since_start + gap)
-            gap += of_node
+            weight = _weight(lam, LOG_C + 1 + level, i * w_token, valid, L)
+            out += weight * tl.exp(since_start + gap) * tl.dot(q, state, input_precision=PRECISION)
+            gap += tl.load(decay + (level * layout.slots + node) * H + head, mask=left > first, other=0.0)
             left = left & (left - 1)
-            level, weight = _next_read(lam, left, LOG_C, i * w_token, valid, L)  # loaded while the product is made
-            out += factor * tl.dot(q, state, input_precision=PRECISION)
         tl.store(output + ((token + i) * H + head) * P + p[None, :], out.to(output.dtype.element_ty), mask=valid)
         head += 1
 
@@ -420,16 +411,12 @@ def _query_gradient(
         since_start = tl.load(cum + here * C + i)
         gap = tl.zeros((), tl.float32)
         left = first + chunk
-        next_level, next_weight = _next_read(lam, left, LOG_C, i * w_token, valid, L)
         for _ in range(_count_bits(left)):
-            level, weight = next_level, next_weight
+            level = _low_bit(left)
             node = _node(left, level, seq, slot, first, layout)
             state = tl.load(nodes + (node * H + head) * (N * P) + n[:, None] * P + p[None, :])
-            of_node = tl.load(decay + (level * layout.slots + node) * H + head, mask=left > first, other=0.0)
-            left = left & (left - 1)
-            next_level, next_weight = _next_read(lam, left, LOG_C, i * w_token, valid, L)
+            weight = _weight(lam, LOG_C + 1 + level, i * w_token, valid, L)
             decayed = tl.exp(since_start + gap)
-            gap += of_node
             read = tl.dot(q, state, input_precision=PRECISION)  # [C, P]
             d_level = decayed * tl.sum(read * do, 1)[:, None]
             d_top += _store_weight_gradient(d_lam, LOG_C + 1 + level, d_level, valid, L)
@@ -437,6 +424,8 @@ def _query_gradient(
             tl.store(read_sums + here * LEVELS + level, tl.sum(weight * d_level))
             weighted = (do.to(tl.float32) * (weight * decayed)).to(dtype)
             dq = tl.dot(weighted, tl.trans(state), dq, input_precision=PRECISION)
+            gap += tl.load(decay + (level * layout.slots + node) * H + head, mask=left > first, other=0.0)
+            left = left & (left - 1)
         tl.store(d_lam + L - 1, d_top.to(d_weights.dtype.element_ty), mask=valid)
         tl.store(row_sums + here * C + i, row_sum)
         head += 1
