@@ -27,15 +27,19 @@ SOLVED = 0.9
 FOLDER = pathlib.Path(__file__).parent / "records"
 
 
+def _described():
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(command, cwd=FOLDER.parent, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
 def environment(device):
     """Versions and machine, to stand in every record."""
     device = torch.device(device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine() + " CPU"
-    try:
-        command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
-        revision = subprocess.run(command, cwd=FOLDER.parent, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        revision = os.environ.get("GIT_REVISION", "unknown")  # a copy of the tree without its history
+    revision = os.environ.get("GIT_REVISION") or _described()  # a copy of the tree may have no history, or another one
     return {
         "device": name,
         "python": platform.python_version(),

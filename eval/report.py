@@ -106,7 +106,7 @@ def report_mqar(rows):
     return card(
         "Recall (MQAR)",
         MQAR_CLAIMS,
-        "python -m eval.mqar --preset configuration/mqar-{grid,levels,pairs64,drivers,cpu,cpu-levels,quick}.json",
+        "python -m eval.mqar --preset configuration/mqar-{grid,levels,pairs64,drivers,cpu,cpu-levels,cpu-drivers,quick}.json",
         rows,
         *sections,
     )

@@ -743,7 +743,7 @@ class LogLinearForCausalLM(LogLinearPreTrainedModel, GenerationMixin):
     # ---------------------------------------------------------------------------------------------------- generation
 
     def generate(self, *args, **kwargs):
-        """As in the library. On a GPU, steps that are not compiled are replayed as one CUDA graph."""
+        """As in the library. On a GPU, steps are replayed as one CUDA graph, or compiled if there is a `compile_config`."""
         recordable = can_record(self) and self.config.backend in ("auto", "triton")
         token = RUNNING.set(DecodeGraph() if recordable else None)
         try:

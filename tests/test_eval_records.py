@@ -134,7 +134,17 @@ def test_blocks_of_a_grid_are_chosen_by_number():
 
 
 @pytest.mark.parametrize(
-    "name", ["mqar-quick", "mqar-cpu", "mqar-cpu-levels", "mqar-grid", "mqar-levels", "mqar-pairs64", "mqar-drivers"]
+    "name",
+    [
+        "mqar-quick",
+        "mqar-cpu",
+        "mqar-cpu-levels",
+        "mqar-cpu-drivers",
+        "mqar-grid",
+        "mqar-levels",
+        "mqar-pairs64",
+        "mqar-drivers",
+    ],
 )
 def test_shipped_presets_are_valid(name):
     preset = experiment.load_preset(records.FOLDER.parents[1] / "configuration" / f"{name}.json")

@@ -37,6 +37,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     CompileConfig,
     DynamicCache,
+    GenerationConfig,
+    GenerationMixin,
     PreTrainedTokenizerFast,
     StaticCache,
     StoppingCriteria,
@@ -688,6 +690,19 @@ def test_caches_on_a_gpu(kwargs):
         expected = model(output.sequences, attention_mask=mask, use_cache=False).logits[:, ids.shape[1] - 1 : -1]
     found = torch.stack(output.logits, 1)
     assert (found - expected).abs().max() < 2e-2 * expected.abs().max()
+
+
+def test_a_static_cache_is_compiled_only_on_request(monkeypatch):
+    """Where steps are recorded, the library compiles only with a `compile_config`; elsewhere it decides alone."""
+    monkeypatch.setattr(GenerationMixin, "_valid_auto_compile_criteria", lambda *_: True)
+    asked = GenerationConfig(compile_config=CompileConfig())
+    token = graph_loglinear.RUNNING.set(graph_loglinear.DecodeGraph())
+    try:
+        assert not MODEL._valid_auto_compile_criteria({}, GenerationConfig())
+        assert MODEL._valid_auto_compile_criteria({}, asked)
+    finally:
+        graph_loglinear.RUNNING.reset(token)
+    assert MODEL._valid_auto_compile_criteria({}, GenerationConfig())
 
 
 @needs_gpu

@@ -6,8 +6,9 @@
 
 24 layers of width 1024, random weights and tokens, bfloat16. `ours` has the gated MLP of FLA's model (`fla`, if
 flash-linear-attention is installed), `ours_mixer_only` is the block of `mamba2`. Mode "default" is `generate()` as it is,
-"static" is `cache_implementation="static"`, which the library compiles on a GPU. Times are medians: prefill is `generate()` of
-one token, a token costs (time of 1 + n tokens - time of one) / n. Every result is a line of JSON; a table follows.
+"static" is `cache_implementation="static"`: on a GPU ours replays a recorded step, the library compiles the others. Times are
+medians: prefill is `generate()` of one token, a token costs (time of 1 + n tokens - time of one) / n. Every result is a line
+of JSON; a table follows.
 
 `--long` reads a million tokens in pieces with a small model: bytes of the cache and time of every piece, time per token after
 4,096 tokens and at the end, and whether the operator still recalls the first token (compared with the formula in float64).
