@@ -70,9 +70,14 @@ def length_section(rows):
     lines = []
     keys = (records.setting, lambda r: r["mixer"], lambda r: records.accuracy(r) >= records.SOLVED)
     for (name, mixer, solved), part in records.group(rows, *keys).items():
-        tested = sorted({t.get("length", r["task"]["length"]) for r in part for t in r["tests"]})
-        means = [sum(records.accuracy(r, length) for r in part) / len(part) for length in tested]
-        cells = ", ".join(f"{length}: {records.percent(mean)}" for length, mean in zip(tested, means, strict=True))
+        by_length = {}
+        for row in part:
+            for test in row["tests"]:
+                by_length.setdefault(test.get("length", row["task"]["length"]), []).append(test["accuracy"])
+        cells = ", ".join(
+            f"{length}: {records.percent(sum(found) / len(found))}" + (f" (n = {len(found)})" if len(found) < len(part) else "")
+            for length, found in sorted(by_length.items())
+        )
         lines.append([name, mixer, "solved" if solved else "not solved", len(part), cells])
     header = ["setting", "mixer", "runs that are", "number", "mean accuracy % by test length"]
     return f"## Longer than the training\n\n{records.markdown(header, lines)}"
