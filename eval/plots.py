@@ -138,9 +138,8 @@ def lengths(rows, path, title):
     for axis, ((reach,), part) in zip(axes[0], groups.items(), strict=True):
         for mixer, runs in by_mixer(part):
             for i, run in enumerate(runs):
-                points = [(t.get("length", run["task"]["length"]), t["accuracy"]) for t in run["tests"]]
                 axis.plot(
-                    *zip(*sorted(points), strict=True),
+                    *zip(*sorted(records.by_length(run).items()), strict=True),
                     ".-",
                     lw=1,
                     alpha=0.7,

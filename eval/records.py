@@ -158,10 +158,14 @@ def group(rows, *keys):
     return groups
 
 
+def by_length(row):
+    """A run's test accuracies by test length."""
+    return {test.get("length", row["task"]["length"]): test["accuracy"] for test in row["tests"]}
+
+
 def accuracy(row, length=None):
     """A run's test accuracy at a length (default: the training length)."""
-    length = length or row["task"]["length"]
-    return next(t["accuracy"] for t in row["tests"] if t.get("length", row["task"]["length"]) == length)
+    return by_length(row)[length or row["task"]["length"]]
 
 
 def tuning_seeds(rows):

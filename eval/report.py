@@ -70,15 +70,12 @@ def length_section(rows):
     lines = []
     keys = (records.setting, lambda r: r["mixer"], lambda r: records.accuracy(r) >= records.SOLVED)
     for (name, mixer, solved), part in records.group(rows, *keys).items():
-        by_length = {}
-        for row in part:
-            for test in row["tests"]:
-                by_length.setdefault(test.get("length", row["task"]["length"]), []).append(test["accuracy"])
-        cells = ", ".join(
-            f"{length}: {records.percent(sum(found) / len(found))}" + (f" (n = {len(found)})" if len(found) < len(part) else "")
-            for length, found in sorted(by_length.items())
-        )
-        lines.append([name, mixer, "solved" if solved else "not solved", len(part), cells])
+        cells = []
+        tested = [pair for row in part for pair in records.by_length(row).items()]
+        for (length,), pairs in sorted(records.group(tested, lambda pair: pair[0]).items()):
+            number = "" if len(pairs) == len(part) else f" (n = {len(pairs)})"
+            cells.append(f"{length}: {records.percent(sum(value for _, value in pairs) / len(pairs))}{number}")
+        lines.append([name, mixer, "solved" if solved else "not solved", len(part), ", ".join(cells)])
     header = ["setting", "mixer", "runs that are", "number", "mean accuracy % by test length"]
     return f"## Longer than the training\n\n{records.markdown(header, lines)}"
 

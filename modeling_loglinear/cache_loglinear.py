@@ -566,7 +566,8 @@ class FenwickCache(Cache):
             index, name = name.split(".")
             layer = cache.layers[int(index)]
             setattr(layer, name, layer._keep_address(tensor))
-            layer.device, layer.dtype = tensor.device, layer.conv_ring.dtype if layer.conv_ring is not None else None
+        for layer in cache.layers:
+            layer.device, layer.dtype = layer.conv_ring.device, layer.conv_ring.dtype
         return cache
 
 

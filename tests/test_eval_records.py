@@ -162,34 +162,38 @@ def test_records_of_several_files_merge_without_repetition(tmp_path):
     assert [row["seed"] for row in records.read(tmp_path / "all.jsonl")] == [0, 1, 2, 3]
 
 
-def test_cards_are_what_the_records_say(tmp_path, monkeypatch):
+@pytest.fixture
+def run_report(tmp_path, monkeypatch):
+    """`python -m eval.report` with arguments, on the records in `tmp_path`: cards and CSV files go there, no pictures."""
+
+    def run(*arguments):
+        monkeypatch.setattr(plots, "save", lambda figure, path: (plots.pyplot().close(figure), path)[1])
+        monkeypatch.setattr(report, "CARDS", tmp_path)
+        monkeypatch.setattr(records, "FOLDER", tmp_path)
+        monkeypatch.setattr(sys, "argv", ["report", *map(str, arguments)])
+        report.main()
+
+    return run
+
+
+def test_cards_are_what_the_records_say(tmp_path, run_report):
     """`python -m eval.report` writes the committed cards and CSV files again, letter by letter."""
     for path in records.FOLDER.glob("*.json*"):
         (tmp_path / path.name).write_bytes(path.read_bytes())
-    monkeypatch.setattr(plots, "save", lambda figure, path: (plots.pyplot().close(figure), path)[1])
-    monkeypatch.setattr(report, "CARDS", tmp_path)
-    monkeypatch.setattr(sys, "argv", ["report"])
-    committed = list(records.FOLDER.glob("*.csv"))
-    committed += [path for path in (records.FOLDER.parents[1] / "model_cards").glob("*.md") if path.name != "template.md"]
-    monkeypatch.setattr(records, "FOLDER", tmp_path)
-    report.main()
+    committed = [*records.FOLDER.glob("*.csv"), *(path for path in report.CARDS.glob("*.md") if path.name != "template.md")]
+    run_report()
     assert len(committed) >= 6
     for path in committed:
         assert (tmp_path / path.name).read_text() == path.read_text(), path.name
 
 
-def test_report_adds_records_of_other_files_and_names_a_missing_one(tmp_path, monkeypatch, capsys):
+def test_report_adds_records_of_other_files_and_names_a_missing_one(tmp_path, run_report, capsys):
     rows = [json.loads(line) for line in (records.FOLDER / "selective_copying.jsonl").read_text().splitlines()]
-    monkeypatch.setattr(plots, "save", lambda figure, path: (plots.pyplot().close(figure), path)[1])
-    monkeypatch.setattr(report, "CARDS", tmp_path)
-    monkeypatch.setattr(records, "FOLDER", tmp_path)
     records.append(tmp_path / "selective_copying.jsonl", rows[:2])
     records.append(tmp_path / "part.jsonl", rows[1:4])
-    monkeypatch.setattr(sys, "argv", ["report", "--selective_copying", str(tmp_path / "part.jsonl")])
-    report.main()
+    run_report("--selective_copying", tmp_path / "part.jsonl")
     assert records.read(tmp_path / "selective_copying.jsonl") == rows[:4]
     assert "Records: 4 runs" in (tmp_path / "selective_copying.md").read_text()
-    monkeypatch.setattr(sys, "argv", ["report", "--mqar", "nowhere.jsonl"])
     with pytest.raises(SystemExit):
-        report.main()
+        run_report("--mqar", "nowhere.jsonl")
     assert "there is no file nowhere.jsonl" in capsys.readouterr().err

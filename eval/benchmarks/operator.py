@@ -82,8 +82,8 @@ def milliseconds(fn):
     return do_bench(graph.replay, return_mode="median")
 
 
-def measure(fn, leaves):
-    """(forward ms, forward and backward ms, peak MiB of the latter above what stood before); nan for a backward pass that the
+def measure(name, fn, leaves):
+    """(forward ms, forward and backward ms, peak MiB of the latter above what stood before); nan for a backward pass that a
     rival refuses, as FLA's linear scan does with some versions of Triton."""
     with torch.no_grad():
         forward = milliseconds(fn)
@@ -97,7 +97,9 @@ def measure(fn, leaves):
     try:
         step()
     except RuntimeError as error:
-        print(f"no backward pass: {error}".splitlines()[0], file=sys.stderr)
+        if name == "ours":
+            raise
+        print(f"{name}: no backward pass: {error}".splitlines()[0], file=sys.stderr)
         return forward, math.nan, math.nan
     peak = (torch.cuda.max_memory_allocated() - before) / 2**20
     return forward, milliseconds(step), peak
@@ -150,7 +152,7 @@ def main():
         inputs = make_inputs(T, args.heads)
         byte_floor, flop_floor = floors(inputs)
         for name, (fn, leaves) in rivals(inputs).items():
-            forward, both, peak = measure(fn, leaves)
+            forward, both, peak = measure(name, fn, leaves)
             rows.append(
                 {
                     "operator": name,
