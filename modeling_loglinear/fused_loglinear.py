@@ -14,7 +14,7 @@ except ImportError as error:  # modeling_loglinear.py catches this and does with
 
 
 @triton.jit
-def _softplus(x):
+def softplus(x):
     """log(1 + exp(x)); above 20 the difference to x is below float32."""
     return tl.where(x > 20, x, tl.log(1 + tl.exp(x)))
 
@@ -101,14 +101,14 @@ def _time_step(
     row = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, BLOCK_H)
     step = tl.load(dt + row * dt_stride + h, h < H, 0).to(tl.float32) + tl.load(dt_bias + h, h < H, 0).to(tl.float32)
-    step = tl.minimum(tl.maximum(_softplus(step), low), high)
+    step = tl.minimum(tl.maximum(softplus(step), low), high)
     decay = -tl.exp(tl.load(a_log + h, h < H, 0).to(tl.float32)) * step
     tl.store(log_decay + row * H + h, decay, h < H)
     lane = tl.arange(0, BLOCK)
     valid = lane < H * P
     head = lane // P
     step = tl.load(dt + row * dt_stride + head, valid, 0).to(tl.float32) + tl.load(dt_bias + head, valid, 0).to(tl.float32)
-    step = tl.minimum(tl.maximum(_softplus(step), low), high)
+    step = tl.minimum(tl.maximum(softplus(step), low), high)
     x = tl.load(values + row * value_stride + lane, valid, 0).to(tl.float32)
     tl.store(value + row * H * P + lane, (x * step).to(value.dtype.element_ty), valid)
 
@@ -134,7 +134,7 @@ def _level_weights(
         x = tl.exp(x - tl.max(x, 1)[:, None])
         x = x / tl.sum(x, 1)[:, None]
     else:
-        x = _softplus(x)
+        x = softplus(x)
     tl.store(out + row[:, None] * L + level, x, valid)
 
 

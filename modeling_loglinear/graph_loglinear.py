@@ -21,9 +21,13 @@ class DecodeGraph:
 
     Whatever replaces a tensor of the cache (another cache, many tokens at once, a batch of another size) makes it start again
     with an eager step, which also compiles the kernels that a recording must not wait for.
+
+    Args:
+        fused (`bool`, defaults to `False`): whether the blocks may take the kernels of step_loglinear.py.
     """
 
-    def __init__(self):
+    def __init__(self, fused=False):
+        self.fused = fused
         self.graph = self.hidden_states = self.output = None
         self.tensors = []  # of the cache after the last step
         self.recordable = True

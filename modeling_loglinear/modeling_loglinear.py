@@ -44,6 +44,7 @@ try:
     from .fused_loglinear import level_weights as fused_level_weights
     from .fused_loglinear import rms_norm as fused_rms_norm
     from .fused_loglinear import time_step as fused_time_step
+    from .step_loglinear import MAX_ROWS, block_step, can_fuse
 except ImportError:  # Triton is not installed
     fused_convolution = None
 
@@ -91,6 +92,7 @@ class TokenLayout(NamedTuple):
     positions: torch.Tensor | None = None  # [T] position of each packed token in its sequence
     step: StepPositions | None = None  # with a cache: one token per row, to be decoded in place
     span: SpanPositions | None = None  # with a cache: any other number of tokens
+    fused: bool = False  # a step that may take the kernels of step_loglinear.py
 
 
 def use_fused(x):
@@ -227,8 +229,7 @@ class LogLinearMixer(nn.Module):
         gate, conv_inputs, dt = torch.split_with_sizes(self.in_proj(hidden_states), self.split_sizes, -1)
         level_weights = self.level_weights(hidden_states)  # [B, T, H, L]
         if cache_layer is not None:
-            sizes = (self.num_groups, self.num_heads, self.state_size, self.head_dim, self.num_levels, self.chunk_size)
-            cache_layer.lazy_initialization(len(conv_inputs), *sizes, conv_inputs)
+            self.begin(cache_layer, conv_inputs)
         query, key, values = self.convolved(conv_inputs, cache_layer, layout)
         log_decay, value = self.time_step(dt, values)
         if cache_layer is None:
@@ -239,6 +240,11 @@ class LogLinearMixer(nn.Module):
         else:
             output = self._cached_attention(query, key, value, log_decay, level_weights, conv_inputs, cache_layer, layout)
         return self.out_proj(self.norm(output, values, self.D, gate))
+
+    def begin(self, cache_layer, conv_inputs):
+        """Tells the cache which sizes, dtype and device are about to come; conv_inputs [B, T, conv_dim]."""
+        sizes = (self.num_groups, self.num_heads, self.state_size, self.head_dim, self.num_levels, self.chunk_size)
+        cache_layer.lazy_initialization(len(conv_inputs), *sizes, conv_inputs)
 
     def level_weights(self, hidden_states):
         """lambda of every token, head and level: [B, T, D] -> [B, T, H, L]."""
@@ -341,6 +347,8 @@ class LogLinearBlock(GradientCheckpointingLayer):
             self.mlp = LogLinearMLP(config)
 
     def forward(self, hidden_states, cache_layer=None, layout: TokenLayout = TokenLayout()):
+        if layout.fused:
+            return block_step(self, hidden_states, cache_layer)
         residual = hidden_states
         if self.residual_in_fp32:
             residual = at_least_float32(residual)
@@ -474,7 +482,9 @@ class LogLinearModel(LogLinearPreTrainedModel):
         compact = padding.compact(hidden_states)
         last_hidden = None if cache is None or padding.mask is None else cache.layers[0].last_hidden()
         if self._replays(cache, padding) and all_hidden_states is None:
-            hidden_states = RUNNING.get().step(lambda x: self._run(x, cache, padding), compact, cache)
+            graph = RUNNING.get()
+            fused = graph.fused and shape[0] <= MAX_ROWS
+            hidden_states = graph.step(lambda x: self._run(x, cache, padding, fused=fused), compact, cache)
         else:
             hidden_states = self._run(compact, cache, padding, cu_seqlens, all_hidden_states)
         if output_hidden_states:
@@ -489,14 +499,15 @@ class LogLinearModel(LogLinearPreTrainedModel):
         )
         return output if return_dict else output.to_tuple()
 
-    def _run(self, hidden_states, cache, padding, cu_seqlens=None, all_hidden_states=None):
+    def _run(self, hidden_states, cache, padding, cu_seqlens=None, all_hidden_states=None, fused=False):
         """All blocks and the final norm, real tokens at the front: [B, T, D] -> [B, T, D]; the cache has then seen the tokens.
 
+        `fused`: whether the blocks may take the kernels of a decoding step.
         Appends what enters every block, and the result, to the list `all_hidden_states`.
         """
         positions = _packed_positions(cu_seqlens, hidden_states.shape[1])
         step, span = self._cache_positions(cache, padding, hidden_states.device)
-        layout = TokenLayout(padding.lengths, cu_seqlens, positions, step, span)
+        layout = TokenLayout(padding.lengths, cu_seqlens, positions, step, span, fused)
         # A draft that exits early has a config of fewer blocks.
         for index, block in zip(range(self.config.num_hidden_layers), self.layers):
             if all_hidden_states is not None:
@@ -744,8 +755,10 @@ class LogLinearForCausalLM(LogLinearPreTrainedModel, GenerationMixin):
 
     def generate(self, *args, **kwargs):
         """As in the library. On a GPU, steps are replayed as one CUDA graph, or compiled if there is a `compile_config`."""
-        recordable = can_record(self) and self.config.backend in ("auto", "triton")
-        token = RUNNING.set(DecodeGraph() if recordable else None)
+        graph = None
+        if can_record(self) and self.config.backend in ("auto", "triton"):
+            graph = DecodeGraph(fused=fused_convolution is not None and can_fuse(self.backbone.layers, self.config))
+        token = RUNNING.set(graph)
         try:
             return super().generate(*args, **kwargs)
         finally:

@@ -42,7 +42,12 @@ except ImportError as error:  # attention_loglinear.py catches this and does wit
 SEGMENT = 4  # log2 of the chunks whose contributions to a node's gradient one program adds up
 MERGE_TILE = 2048  # elements of a node that one program of the elementwise kernels holds
 INTERPRETED = triton.knobs.runtime.interpret  # read once: torch.compile cannot trace the look-up
+import os
+STATES = int(os.environ.get('STATES', 2048))
+MTILE = int(os.environ.get('MTILE', 1024))
 MERGE_DEPTH = 3  # levels of the tree that one launch merges
+DTYPES = torch.float32, torch.bfloat16, torch.float16
+STEP_COLUMNS = 32  # of a head's values that one program of a decoding step takes
 
 
 class Layout(NamedTuple):
@@ -161,10 +166,13 @@ def _gate(cum, weights, stride, i, j, valid, L, C: tl.constexpr, LOG_C: tl.const
 
 
 @triton.jit
-def _chunk_decays(log_decay, cum, decay, layout, grouping, g_token, g_head, H, C: tl.constexpr, BLOCK_H: tl.constexpr):
-    """Running sums of the log decay inside one chunk, for some heads, and their total.
+def _chunk_decays(
+    log_decay, cum, to_end, decay, layout, grouping, g_token, g_head, H, C: tl.constexpr, BLOCK_H: tl.constexpr
+):
+    """Running sums of the log decay inside one chunk, for some heads, their total, and the factor that a token is left with.
 
-    Grid (slots, H / BLOCK_H). Reads log_decay [C, BLOCK_H]; writes cum [BLOCK_H, C] and decay[0, slot] [BLOCK_H].
+    Grid (slots, H / BLOCK_H). Reads log_decay [C, BLOCK_H]; writes cum [BLOCK_H, C], to_end [BLOCK_H, C], the decay between a
+    token and the end of the chunk as a factor, and decay[0, slot] [BLOCK_H].
     """
     _, chunk, token, count, slot, _, _ = _find(tl.program_id(0), grouping, layout, C)
     if chunk * C >= count:
@@ -175,99 +183,158 @@ def _chunk_decays(log_decay, cum, decay, layout, grouping, g_token, g_head, H, C
     valid = (chunk * C + i < count) & (head < H)[None, :]
     g = tl.load(log_decay + row * g_token + head[None, :] * g_head, mask=valid, other=0.0)
     here = (slot + chunk).to(tl.int64) * H + head
-    tl.store(cum + here[None, :] * C + i, tl.cumsum(g, 0), mask=(head < H)[None, :])
-    tl.store(decay + here, tl.sum(g, 0), mask=head < H)
+    sums, total = tl.cumsum(g, 0), tl.sum(g, 0)
+    at = here[None, :] * C + i
+    tl.store(cum + at, sums, mask=(head < H)[None, :])
+    tl.store(to_end + at, tl.exp(tl.minimum(total[None, :] - sums, 0.0)), mask=(head < H)[None, :])
+    tl.store(decay + here, total, mask=head < H)
+
+
+@triton.jit
+def _keys(key, chunk, n, token, count, k_token, C: tl.constexpr, dtype: tl.constexpr):
+    """[C, BLOCK_N] keys of a chunk, zeros where it has no tokens."""
+    position = chunk * C + tl.arange(0, C)
+    valid = (position >= 0) & (position < count)
+    return tl.load(key + (token + position)[:, None] * k_token + n[None, :], mask=valid[:, None], other=0.0).to(dtype)
+
+
+@triton.jit
+def _chunk_state(k, value, to_end, chunk, p, token, count, v_token, C: tl.constexpr, PRECISION: tl.constexpr):
+    """[BLOCK_N, BLOCK_P]: sum_j exp(decay from j to the end of the chunk) k_j v_j^T."""
+    position = chunk * C + tl.arange(0, C)
+    valid = (position >= 0) & (position < count)
+    v = tl.load(value + (token + position)[:, None] * v_token + p[None, :], mask=valid[:, None], other=0.0)
+    v = (v.to(tl.float32) * tl.load(to_end + tl.arange(0, C), mask=valid, other=0.0)[:, None]).to(k.dtype)
+    return tl.dot(tl.trans(k), v, input_precision=PRECISION)
 
 
 @triton.jit
 def _chunk_states(
-    key, value, cum, decay, nodes, layout, grouping, k_token, k_group, v_token, v_head, H, heads_per_group,
+    key, value, to_end, decay, nodes, layout, grouping, k_token, k_group, v_token, v_head, H, heads_per_group, heads_per_program,
     N: tl.constexpr, P: tl.constexpr, C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The states of four neighbouring chunks, each sum_j exp(decay from j to its end) k_j v_j^T, and the nodes of levels 1, 2.
+    """The states of four neighbouring chunks and the nodes of levels 1 and 2, for some heads of a group, which share the keys.
 
-    Grid (groups of four chunks, H, tiles of [N, P]). Reads key [4C, BLOCK_N], value [4C, BLOCK_P], cum [4, C] and the chunks'
-    decays. Writes tiles of nodes[slot, head] in four slots; the first tile also the decays of levels 1 and 2.
+    Grid (groups of four chunks, H / heads_per_program, tiles of [N, P]). Reads key [4C, BLOCK_N], per head value [4C, BLOCK_P],
+    to_end [4, C] and the chunks' decays. Writes tiles of nodes[slot, head] in four slots: a state, a node of level 1, a state, a
+    node of level 2. The first tile also writes the decays of levels 1 and 2.
     """
-    seq, group, token, count, slot, first, _ = _find(tl.program_id(0), grouping, layout, C)
-    start = ((first >> 2) + group) * 4 - first  # negative if an initial state ends inside the group
-    if start * C >= count:
+    seq, group, token, count, slot, first, last = _find(tl.program_id(0), grouping, layout, C)
+    chunk = ((first >> 2) + group) * 4 - first  # the first of the four; negative if an initial state ends among them
+    if chunk * C >= count:
         return
-    head = tl.program_id(1)
+    head = tl.program_id(1) * heads_per_program
     tiles_p: tl.constexpr = P // BLOCK_P
     n = tl.program_id(2) // tiles_p * BLOCK_N + tl.arange(0, BLOCK_N)
     p = tl.program_id(2) % tiles_p * BLOCK_P + tl.arange(0, BLOCK_P)
     is_first_tile = tl.program_id(2) == 0
-    j = tl.arange(0, C)
-    dtype = nodes.dtype.element_ty
-    left0 = tl.zeros((BLOCK_N, BLOCK_P), tl.float32)  # the left node of level 0, of level 1, and their decays
-    left1 = tl.zeros((BLOCK_N, BLOCK_P), tl.float32)
-    decay0 = tl.zeros((), tl.float32)
-    decay1 = tl.zeros((), tl.float32)
-    for step in range(4):
-        chunk = start + step
-        exists = (chunk >= 0) & (chunk * C < count)
-        position = chunk * C + j
-        valid = (position >= 0) & (position < count)
-        row = token + position
-        k = tl.load(
-            key + row[:, None] * k_token + head // heads_per_group * k_group + n[None, :], mask=valid[:, None], other=0.0
-        )
-        v = tl.load(value + row[:, None] * v_token + head * v_head + p[None, :], mask=valid[:, None], other=0.0)
-        node = (slot + chunk).to(tl.int64) * H + head
-        total = tl.load(decay + node, mask=exists, other=0.0)
-        to_end = tl.exp(tl.minimum(total - tl.load(cum + node * C + j, mask=valid, other=0.0), 0.0))
-        v = (v.to(tl.float32) * to_end[:, None]).to(dtype)
-        state = tl.dot(tl.trans(k.to(dtype)), v, input_precision=PRECISION)
-        state += tl.where(exists & (step % 2 == 1), tl.exp(total), 0.0) * left0
-        state += tl.where(exists & (step == 3), tl.exp(total + decay0), 0.0) * left1
-        tile = n[:, None] * P + p[None, :]
-        tl.store(nodes + node * (N * P) + tile, state.to(dtype), mask=exists)
-        pair = decay0 + total
-        tl.store(decay + layout.slots * H + node, pair, mask=exists & is_first_tile & (step % 2 == 1))
-        tl.store(decay + 2 * layout.slots * H + node, decay1 + pair, mask=exists & is_first_tile & (step == 3))
+    tile = n[:, None] * P + p[None, :]
+    dtype: tl.constexpr = nodes.dtype.element_ty
+    # Which of the four exist.
+    e0, e1, e2 = chunk >= 0, (chunk >= -1) & ((chunk + 1) * C < count), (chunk >= -2) & ((chunk + 2) * C < count)
+    e3 = (chunk + 3) * C < count
+    of_group = key + head // heads_per_group * k_group
+    k0 = _keys(of_group, chunk, n, token, count, k_token, C, dtype)
+    k1 = _keys(of_group, chunk + 1, n, token, count, k_token, C, dtype)
+    k2 = _keys(of_group, chunk + 2, n, token, count, k_token, C, dtype)
+    k3 = _keys(of_group, chunk + 3, n, token, count, k_token, C, dtype)
+    for _ in tl.range(0, heads_per_program, disable_licm=True):
+        place = (seq, head, slot, first, last, H)
+        v = value + head * v_head
+        here = (slot + chunk).to(tl.int64) * H + head
+        g0 = tl.load(decay + here, mask=e0, other=0.0)
+        g1 = tl.load(decay + here + H, mask=e1, other=0.0)
+        g2 = tl.load(decay + here + 2 * H, mask=e2, other=0.0)
+        g3 = tl.load(decay + here + 3 * H, mask=e3, other=0.0)
+        tl.store(decay + layout.slots * H + here + H, g0 + g1, mask=e1 & is_first_tile)
+        tl.store(decay + layout.slots * H + here + 3 * H, g2 + g3, mask=e3 & is_first_tile)
+        tl.store(decay + 2 * layout.slots * H + here + 3 * H, g0 + g1 + (g2 + g3), mask=e3 & is_first_tile)
+
+        state = _chunk_state(k0, v, to_end + here * C, chunk, p, token, count, v_token, C, PRECISION)
+        tl.store(nodes + here * (N * P) + tile, state.to(dtype), mask=e0)
         if layout.first is not None:
-            # An initial node takes the place of what would end with this chunk.
-            level = tl.where(step == 1, 1, 0)
-            initial = nodes + (_node(first + chunk + 1, level, seq, slot, first, layout) * H + head) * (N * P)
-            wanted = (chunk < 0) & ((first >> level) & 1 > 0)
-            state += tl.load(initial + tile, mask=wanted, other=0.0).to(tl.float32)
-        left0 = state
-        left1 = tl.where(step == 1, state, left1)
-        decay1 = tl.where(step == 1, pair, decay1)
-        decay0 = total
+            state += _initial(nodes, tile, first + chunk + 1, 0, place, layout, N * P)
+        left = tl.where(e1, tl.exp(g1), 0.0) * state  # a second chunk that does not exist has its own initial node
+        left += _chunk_state(k1, v, to_end + (here + H) * C, chunk + 1, p, token, count, v_token, C, PRECISION)
+        tl.store(nodes + (here + H) * (N * P) + tile, left.to(dtype), mask=e1)
+        if layout.first is not None:
+            left += _initial(nodes, tile, first + chunk + 2, 1, place, layout, N * P)
+        state = _chunk_state(k2, v, to_end + (here + 2 * H) * C, chunk + 2, p, token, count, v_token, C, PRECISION)
+        tl.store(nodes + (here + 2 * H) * (N * P) + tile, state.to(dtype), mask=e2)
+        if layout.first is not None:
+            state += _initial(nodes, tile, first + chunk + 3, 0, place, layout, N * P)
+        state = tl.exp(g3) * state + tl.exp(g2 + g3) * left
+        state += _chunk_state(k3, v, to_end + (here + 3 * H) * C, chunk + 3, p, token, count, v_token, C, PRECISION)
+        tl.store(nodes + (here + 3 * H) * (N * P) + tile, state.to(dtype), mask=e3)
+        head += 1
 
 
 @triton.jit
-def _merge(
-    nodes, decay, layout, grouping, level, H, NP: tl.constexpr, C: tl.constexpr, DEPTH: tl.constexpr, TILE: tl.constexpr
-):
-    """DEPTH levels of sibling merges, in place: parent = exp(decay of the right node) * left + right, in the right one's slot.
+def _initial(nodes, tile, end, level, place, layout, NP: tl.constexpr):
+    """The initial node that takes the place of the node of `level` before the chunk `end`, if it ends before `first`; or 0."""
+    seq, head, slot, first, last, H = place
+    node = _node(end, level, seq, slot, first, layout) * H + head
+    wanted = (end <= first) & ((first >> level) & 1 > 0)
+    return tl.load(nodes + node * NP + tile, mask=wanted, other=0.0).to(tl.float32)
 
-    Grid (groups of 2**DEPTH nodes of `level`, H, tiles of N * P). Reads and writes the group's slots in nodes (each program its
-    own tile) and decay. A left node that ends before the sequence's first chunk is an initial one.
+
+@triton.jit
+def _child(nodes, decay, tile, end, level, place, layout, NP: tl.constexpr):
+    """The node of `level` before the chunk `end`, and its decay."""
+    seq, head, slot, first, last, H = place
+    exists = (end > first) & (end <= last)
+    at = (slot + end - 1 - first).to(tl.int64) * H + head
+    x = tl.load(nodes + at * NP + tile, mask=exists, other=0.0).to(tl.float32)
+    if layout.first is not None:
+        x += _initial(nodes, tile, end, level, place, layout, NP)
+    return x, tl.load(decay + level.to(tl.int64) * layout.slots * H + at, mask=exists, other=0.0)
+
+
+@triton.jit
+def _parent(
+    left, left_decay, right, right_decay, nodes, decay, tile, end, level, place, layout, NP: tl.constexpr, STORE: tl.constexpr
+):
+    """The parent, of `level`, of two siblings, and its decay. Both are written, the node only if no higher one takes its slot."""
+    seq, head, slot, first, last, H = place
+    exists = (end > first) & (end <= last)
+    at = (slot + end - 1 - first).to(tl.int64) * H + head
+    x = right + tl.where(exists, tl.exp(right_decay), 0.0) * left  # what does not exist has its own initial node
+    total = left_decay + right_decay
+    tl.store(decay + level.to(tl.int64) * layout.slots * H + at, total, mask=exists & (tl.program_id(2) == 0))
+    if STORE:
+        tl.store(nodes + at * NP + tile, x.to(nodes.dtype.element_ty), mask=exists)
+    if layout.first is not None:
+        x += _initial(nodes, tile, end, level, place, layout, NP)
+    return x, total
+
+
+@triton.jit
+def _merge(nodes, decay, layout, grouping, level, H, NP: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr):
+    """Three levels of sibling merges, in place: parent = exp(decay of the right node) * left + right, in the right one's slot.
+
+    Grid (groups of eight nodes of `level`, H, tiles of N * P). Reads the group's slots in nodes, each program its own tile, and
+    their decays; writes the four slots of parents, and the first tile the parents' decays.
     """
-    seq, group, _, _, slot, first, end = _find(tl.program_id(0), grouping, layout, C)
-    head = tl.program_id(1)
+    seq, group, _, _, slot, first, last = _find(tl.program_id(0), grouping, layout, C)
+    place = (seq, tl.program_id(1), slot, first, last, H)
     tile = tl.program_id(2) * TILE + tl.arange(0, TILE)
-    start = (((first >> level) >> DEPTH) + group) << (level + DEPTH)
-    for step in tl.static_range(DEPTH):
-        for pair in range(1 << (DEPTH - 1 - step)):
-            below = level + step
-            middle = start + ((2 * pair + 1) << below)
-            right_end = middle + (1 << below)
-            if (right_end > first) & (right_end <= end):
-                left = _node(middle, below, seq, slot, first, layout) * H + head
-                right = _node(right_end, below, seq, slot, first, layout) * H + head
-                of_level = decay + below.to(tl.int64) * layout.slots * H
-                right_decay = tl.load(of_level + right)
-                left_decay = tl.load(of_level + left, mask=middle > first, other=0.0)
-                x = tl.exp(right_decay) * tl.load(nodes + left * NP + tile).to(tl.float32)
-                x += tl.load(nodes + right * NP + tile).to(tl.float32)
-                tl.store(nodes + right * NP + tile, x.to(nodes.dtype.element_ty))
-                # Every tile reads all decays, so each writes the same value to the level above.
-                tl.store(of_level + layout.slots * H + right, left_decay + right_decay)
-        tl.debug_barrier()  # the next step reads what this one wrote
+    start = (((first >> level) >> 3) + group) << (level + 3)
+    size = 1 << level
+    x0, d0 = _child(nodes, decay, tile, start + size, level, place, layout, NP)
+    x1, d1 = _child(nodes, decay, tile, start + 2 * size, level, place, layout, NP)
+    x2, d2 = _child(nodes, decay, tile, start + 3 * size, level, place, layout, NP)
+    x3, d3 = _child(nodes, decay, tile, start + 4 * size, level, place, layout, NP)
+    x4, d4 = _child(nodes, decay, tile, start + 5 * size, level, place, layout, NP)
+    x5, d5 = _child(nodes, decay, tile, start + 6 * size, level, place, layout, NP)
+    x6, d6 = _child(nodes, decay, tile, start + 7 * size, level, place, layout, NP)
+    x7, d7 = _child(nodes, decay, tile, start + 8 * size, level, place, layout, NP)
+    x1, d1 = _parent(x0, d0, x1, d1, nodes, decay, tile, start + 2 * size, level + 1, place, layout, NP, True)
+    x3, d3 = _parent(x2, d2, x3, d3, nodes, decay, tile, start + 4 * size, level + 1, place, layout, NP, False)
+    x5, d5 = _parent(x4, d4, x5, d5, nodes, decay, tile, start + 6 * size, level + 1, place, layout, NP, True)
+    x7, d7 = _parent(x6, d6, x7, d7, nodes, decay, tile, start + 8 * size, level + 1, place, layout, NP, False)
+    x3, d3 = _parent(x1, d1, x3, d3, nodes, decay, tile, start + 4 * size, level + 2, place, layout, NP, True)
+    x7, d7 = _parent(x5, d5, x7, d7, nodes, decay, tile, start + 8 * size, level + 2, place, layout, NP, False)
+    _parent(x3, d3, x7, d7, nodes, decay, tile, start + 8 * size, level + 3, place, layout, NP, True)
 
 
 @triton.jit
@@ -701,24 +768,15 @@ def _key_gradient(
 
 
 @triton.jit
-def _merge_tail(
-    key, value, log_decay, levels, merged, lengths, active, H, heads_per_group, K,
-    N: tl.constexpr, P: tl.constexpr, C: tl.constexpr, BLOCK_P: tl.constexpr,
-):  # fmt: skip
-    """Turns the oldest chunk of the tail into a node, where the tail is full; else returns at once.
+def merge_oldest_chunk(
+    key, value, log_decay, levels, batch, head, p, chunk, H, heads_per_group, K, N: tl.constexpr, P: tl.constexpr, C: tl.constexpr
+):
+    """Turns the oldest chunk of the tail, whose index is `chunk`, into a node, for the columns p of one head.
 
-    Grid (B, H, P / BLOCK_P). Reads the chunk's key [C, N], value [C, BLOCK_P], log_decay [C] and the occupied entries of
-    levels; writes those entries, decayed by the chunk, and the node into the first free one (all below it join the node).
+    Reads the chunk's key [C, N], value [C, len(p)], log_decay [C] and the occupied entries of levels; writes those entries,
+    decayed by the chunk, and the node into the first free one (all below it join the node).
     """
-    batch, head = tl.program_id(0), tl.program_id(1)
-    chunk = tl.load(merged + batch)
-    full = tl.load(lengths + batch) == (chunk + 2) * C
-    if active is not None:
-        full = full & (tl.load(active + batch) != 0)
-    if not full:
-        return
     n = tl.arange(0, N)[:, None]
-    p = tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P)
     j = tl.arange(0, C)
     slot = batch.to(tl.int64) * 2 * C + chunk % 2 * C + j
     g = tl.load(log_decay + slot * H + head)
@@ -743,16 +801,33 @@ def _merge_tail(
 
 
 @triton.jit
+def _merge_tail(
+    key, value, log_decay, levels, merged, lengths, active, H, heads_per_group, K,
+    N: tl.constexpr, P: tl.constexpr, C: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """`merge_oldest_chunk` where the tail is full; else returns at once. Grid (B, H, P / BLOCK_P)."""
+    batch, head = tl.program_id(0), tl.program_id(1)
+    chunk = tl.load(merged + batch)
+    full = tl.load(lengths + batch) == (chunk + 2) * C
+    if active is not None:
+        full = full & (tl.load(active + batch) != 0)
+    if full:
+        p = tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P)
+        merge_oldest_chunk(key, value, log_decay, levels, batch, head, p, chunk, H, heads_per_group, K, N, P, C)
+
+
+@triton.jit
 def _decode(
-    query, key, value, log_decay, weights, tail_key, tail_value, tail_decay, levels, merged, lengths, active, output,
-    q_row, q_group, k_row, k_group, v_row, v_head, g_row, g_head, w_row, w_head, H, heads_per_group, L,
+    query, key, value, log_decay, weights, tail_key, tail_value, tail_decay, levels, merged, lengths, active, gate, values,
+    skip, output, q_row, q_group, k_row, k_group, v_row, v_head, g_row, g_head, w_row, w_head, gate_row, H, heads_per_group, L,
     K: tl.constexpr, N: tl.constexpr, P: tl.constexpr, C: tl.constexpr, LOG_C: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """One token per row: attention over the tail and the occupied levels; the token is written into the tail's free slot.
 
     Grid (B, H, P / BLOCK_P). Reads query, key [N], value [BLOCK_P], weights [L], the tail's key [2C, N], value [2C, BLOCK_P],
     log_decay [2C] and every occupied entry [N, BLOCK_P] of levels. Writes output [BLOCK_P] and the token's slot, which no
-    program reads. The counters are those before `_merge_tail`, which this repeats.
+    program reads. The counters are those before `_merge_tail`, which this repeats. With a gate [B, H * P in front] the output
+    is (output + skip [H] * values [B, H, P]) * silu(gate).
     """
     batch, head = tl.program_id(0), tl.program_id(1)
     p = tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P)
@@ -780,10 +855,10 @@ def _decode(
     decays = tl.load(tail_decay + slot * H + head, mask=valid, other=0.0)
     total = tl.sum(decays, 0)
     to_now = tl.exp(tl.minimum(total - tl.cumsum(decays, 0), 0.0) + g)
-    gate = tl.load(lam + tl.minimum(_bit_length(now ^ position), L - 1), mask=valid, other=0.0).to(tl.float32) * to_now
+    lam_tail = tl.load(lam + tl.minimum(_bit_length(now ^ position), L - 1), mask=valid, other=0.0).to(tl.float32)
     tail_k = tl.load(tail_key + (slot[:, None] * groups + group) * N + n[None, :], mask=valid[:, None], other=0.0)
     tail_v = tl.load(tail_value + (slot[:, None] * H + head) * P + p[None, :], mask=valid[:, None], other=0.0)
-    scores = tl.sum(tail_k.to(tl.float32) * q[None, :], 1) * gate
+    scores = tl.sum(tail_k.to(tl.float32) * q[None, :], 1) * lam_tail * to_now
     out = tl.sum(tail_v.to(tl.float32) * scores[:, None], 0)
     out += tl.load(lam).to(tl.float32) * tl.sum(q * k.to(tl.float32), 0) * v.to(tl.float32)
 
@@ -799,6 +874,10 @@ def _decode(
         state = tl.load(base + n[:, None] * P + p[None, :], mask=taken, other=0.0)
         read += weight * state
     out += tl.sum(read * q[:, None], 0)
+    if gate is not None:
+        z = tl.load(gate + batch.to(tl.int64) * gate_row + head * P + p).to(tl.float32)
+        out += tl.load(skip + head).to(tl.float32) * tl.load(values + out_at).to(tl.float32)
+        out *= z * tl.sigmoid(z)
     tl.store(output + out_at, out.to(output.dtype.element_ty))
 
     free = batch.to(tl.int64) * 2 * C + now % (2 * C)
@@ -899,23 +978,24 @@ class _Call:
         """-> nodes [slots, then initial nodes; H, N, P], cum [slots, H, C], decay [levels, slots, H]."""
         slots, H = self.layout.slots, self.H
         nodes = self.query.new_empty(self.all_slots, H, self.N, self.P, dtype=self.dtype)
-        cum = self.log_decay.new_empty(slots, H, self.C)
+        cum, to_end = self.log_decay.new_empty(2, slots, H, self.C)
         decay = self.log_decay.new_empty(self.depth + MERGE_DEPTH, slots, H)
         if self.layout.first is not None:
             nodes[slots:] = self.initial_levels.flatten(0, 1)
         _chunk_decays[(self.grouping(0).count, triton.cdiv(H, 32))](
-            self.log_decay, cum, decay, self.layout, self.grouping(0), *_strides(self.log_decay), H, C=self.C, BLOCK_H=32
+            self.log_decay, cum, to_end, decay, self.layout, self.grouping(0), *_strides(self.log_decay), H, C=self.C, BLOCK_H=32
         )
         block_n, block_p = min(self.N, 128), min(self.P, 64)
-        _chunk_states[(self.grouping(2).count, H, self.N // block_n * (self.P // block_p))](
-            self.key, self.value, cum, decay, nodes, self.layout, self.grouping(2), *_strides(self.key), *_strides(self.value),
-            H, H // self.G, BLOCK_N=block_n, BLOCK_P=block_p, num_warps=8, maxnreg=self.registers(128),
-            **{**self.sizes, "num_stages": 3},
+        heads = self.heads_per_program(STATES) if self.dtype == torch.bfloat16 else 1  # four tiles of float32 keys do not fit
+        _chunk_states[(self.grouping(2).count, H // heads, self.N // block_n * (self.P // block_p))](
+            self.key, self.value, to_end, decay, nodes, self.layout, self.grouping(2), *_strides(self.key), *_strides(self.value),
+            H, H // self.G, heads, BLOCK_N=block_n, BLOCK_P=block_p, num_warps=8, maxnreg=self.registers(128), **self.sizes,
         )  # fmt: skip
+        tile = min(self.N * self.P, MTILE)
         for level in range(2, self.depth - 1, MERGE_DEPTH):
             grouping = self.grouping(level + MERGE_DEPTH)
-            _merge[(grouping.count, H, self.tiles)](
-                nodes, decay, self.layout, grouping, level, H, C=self.C, DEPTH=MERGE_DEPTH, **self.elementwise
+            _merge[(grouping.count, H, self.N * self.P // tile)](
+                nodes, decay, self.layout, grouping, level, H, NP=self.N * self.P, C=self.C, TILE=tile
             )
         return nodes, cum, decay
 
@@ -1054,11 +1134,13 @@ _NAMESPACE = "loglinear_" + hashlib.sha256((__name__ + Path(__file__).read_text(
 
 def is_supported(query, value, level_weights, chunk_size):
     """Whether the kernels serve these inputs: float32, bfloat16 or float16, N 16 ... 256 and P 16 ... 128, powers of two."""
-    N, P = query.shape[-1], value.shape[-1]
     on_device = query.is_cuda or INTERPRETED and query.dtype != torch.bfloat16  # whose dots the interpreter gets wrong
-    sizes = N in (16, 32, 64, 128, 256) and P in (16, 32, 64, 128)
-    dtypes = query.dtype in (torch.float32, torch.bfloat16, torch.float16) and level_weights.dtype != torch.float64
-    return on_device and sizes and dtypes and chunk_size in (32, 64, 128)
+    dtypes = query.dtype in DTYPES and level_weights.dtype != torch.float64
+    return on_device and dtypes and are_sizes_supported(query.shape[-1], value.shape[-1], chunk_size)
+
+
+def are_sizes_supported(N, P, chunk_size):
+    return N in (16, 32, 64, 128, 256) and P in (16, 32, 64, 128) and chunk_size in (32, 64, 128)
 
 
 def _is_eager():
@@ -1213,22 +1295,39 @@ def tree_attention(
 def _launch_step(
     query, key, value, log_decay, level_weights, tail_key, tail_value, tail_log_decay, levels, merged_chunks, lengths, active
 ):  # fmt: skip
+    H, (C, N), (K, P) = value.shape[1], (tail_key.shape[1] // 2, tail_key.shape[3]), (levels.shape[1], value.shape[2])
+    block_p = min(P, STEP_COLUMNS)
+    with torch.cuda.device_of(query):
+        _merge_tail[len(query), H, P // block_p](
+            tail_key, tail_value, tail_log_decay, levels, merged_chunks, lengths, active, H, H // query.shape[1], K,
+            N=N, P=P, C=C, BLOCK_P=block_p, num_warps=8,
+        )  # fmt: skip
+        return attend(
+            query, key, value, log_decay, level_weights, tail_key, tail_value, tail_log_decay, levels, merged_chunks, lengths,
+            active,
+        )  # fmt: skip
+
+
+def attend(
+    query, key, value, log_decay, level_weights, tail_key, tail_value, tail_log_decay, levels, merged_chunks, lengths,
+    active=None, gate=None, values=None, skip=None,
+):  # fmt: skip
+    """A decoding step on a state whose tail has room (a full oldest chunk is merged already): `_decode`.
+
+    gate [B, H * P or more], values [B, H, P] and skip [H] turn the output into (output + skip * values) * silu(gate), float32.
+    """
     B, G, N = query.shape
     H, P = value.shape[1:]
     C, K = tail_key.shape[1] // 2, levels.shape[1]
     query, key, value, level_weights = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value, level_weights))
-    output = torch.empty(value.shape, dtype=value.dtype, device=value.device)
-    block_p = min(P, 32)
-    counters = merged_chunks, lengths, active
-    sizes = dict(N=N, P=P, C=C, BLOCK_P=block_p, num_warps=8)
-    grid = B, H, P // block_p
+    output = torch.empty(value.shape, dtype=value.dtype if gate is None else torch.float32, device=value.device)
     strides = [stride for x in (query, key, value, log_decay, level_weights) for stride in x.stride()[:2]]
-    with torch.cuda.device_of(query):
-        _merge_tail[grid](tail_key, tail_value, tail_log_decay, levels, *counters, H, H // G, K, **sizes)
-        _decode[grid](
-            query, key, value, log_decay, level_weights, tail_key, tail_value, tail_log_decay, levels, *counters, output,
-            *strides, H, H // G, level_weights.shape[-1], K=K, LOG_C=C.bit_length() - 1, **sizes,
-        )  # fmt: skip
+    block_p = min(P, STEP_COLUMNS)
+    _decode[B, H, P // block_p](
+        query, key, value, log_decay, level_weights, tail_key, tail_value, tail_log_decay, levels, merged_chunks, lengths,
+        active, gate, values, skip, output, *strides, 0 if gate is None else gate.stride(0), H, H // G, level_weights.shape[-1],
+        K=K, N=N, P=P, C=C, LOG_C=C.bit_length() - 1, BLOCK_P=block_p, num_warps=8,
+    )  # fmt: skip
     return output
 
 

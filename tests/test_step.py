@@ -1,0 +1,118 @@
+"""The kernels of a decoding step against the modules they stand for: on a GPU compiled, elsewhere in Triton's interpreter."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from modeling_loglinear import FenwickCache, LogLinearConfig, LogLinearForCausalLM
+from modeling_loglinear.modeling_loglinear import _Padding
+
+step = pytest.importorskip("modeling_loglinear.step_loglinear", reason="Triton is not installed")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+CHUNK = 32
+
+
+def small_model(dtype=torch.float32, seed=0, **kwargs):
+    sizes = dict(hidden_size=32, num_heads=4, head_dim=16, expand=2, n_groups=2, state_size=16, num_hidden_layers=2)
+    config = LogLinearConfig(**sizes | dict(vocab_size=50, max_position_embeddings=512, chunk_size=CHUNK) | kwargs)
+    torch.manual_seed(seed)
+    model = LogLinearForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():  # so that no part of the model is without effect
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    return model.eval().to(DEVICE, dtype)
+
+
+def tokens(rows, length):
+    return torch.randint(3, 50, (rows, length), generator=torch.Generator().manual_seed(length)).to(DEVICE)
+
+
+@torch.no_grad()
+def stepped(model, cache, ids, fused):
+    """The hidden states after every token of ids [B, T], one step each."""
+    backbone, outputs = model.backbone, []
+    for token in ids.split(1, 1):
+        padding = _Padding(None, token.shape, ids.device, has_past=True)
+        outputs.append(backbone._run(backbone.embeddings(token), cache, padding, fused=fused))
+    return torch.cat(outputs, 1)
+
+
+def assert_same_steps(model, lengths, num_steps, **tolerance):
+    """Rows of different lengths, stepped by the kernels and by the modules: the same outputs and the same cache."""
+    prompt = tokens(len(lengths), max(lengths))
+    mask = torch.arange(max(lengths), device=DEVICE) < torch.tensor(lengths, device=DEVICE)[:, None]
+    caches = [FenwickCache(model.config) for _ in range(2)]
+    with torch.no_grad():
+        for cache in caches:
+            model(prompt, attention_mask=mask, cache=cache)
+    ids = tokens(len(lengths), num_steps)
+    expected, actual = (stepped(model, cache, ids, fused) for cache, fused in zip(caches, (False, True)))
+    torch.testing.assert_close(actual, expected, **tolerance)
+    entry = torch.arange(caches[0].layers[0].levels.shape[1], device=DEVICE)
+    merged = caches[0].layers[0].merged_chunks[:, None] >> entry
+    occupied = torch.where(entry == entry[-1], merged > 0, merged % 2 > 0)[..., None, None, None]
+    for layer, other in zip(*(cache.layers for cache in caches)):
+        for name, tensor in layer.tensors().items():
+            found = other.tensors()[name]
+            if name == "levels":  # what stands in an entry that is not occupied is never read
+                found, tensor = (torch.where(occupied, x, 0) for x in (found, tensor))
+            torch.testing.assert_close(found, tensor, msg=lambda m: f"{name}: {m}", **tolerance)
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {},
+        {"lambda_mode": "linear", "n_groups": 1, "mlp_intermediate_size": 40},
+        {"lambda_mode": "mlp_softmax", "use_bias": True, "use_conv_bias": False, "time_step_limit": (0.01, 0.5)},
+        {"lambda_mode": "fixed", "residual_in_fp32": True, "mlp_intermediate_size": 300, "conv_kernel": 2},
+    ],
+    ids=["softplus", "linear-mlp", "softmax-bias", "fixed-mlp"],
+)
+def test_steps_are_those_of_the_modules(kwargs):
+    """Every mode and option; one row reaches the token at which the tail's oldest chunk is merged, one is nearly new."""
+    assert_same_steps(small_model(**kwargs), [4 * CHUNK - 2, 2, 3 * CHUNK], 4, rtol=1e-4, atol=1e-5)
+
+
+def test_sizes_that_fill_no_tile():
+    """More rows than a tile has at least, and matrices of several tiles in both directions."""
+    model = small_model(hidden_size=272, expand=1, num_heads=17, n_groups=1, mlp_intermediate_size=20, num_hidden_layers=1)
+    assert_same_steps(model, [1 + 2 * row for row in range(17)], 1, rtol=1e-3, atol=3e-4)
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype):
+    """To what rounding leaves; float16 with a residual stream far beyond its range once it is squared."""
+    model = small_model(dtype, mlp_intermediate_size=40)
+    with torch.no_grad():
+        model.backbone.embeddings.weight.mul_(500)
+    assert_same_steps(model, [4 * CHUNK - 2, 2], 4, rtol=5e-2, atol=5e-2)
+
+
+def test_replaced_modules_are_left_alone():
+    """Adapters, quantised layers, mixed dtypes, other activations and sizes take the ordinary way."""
+    model = small_model(mlp_intermediate_size=40)
+    layers, config = model.backbone.layers, model.config
+    assert step.can_fuse(layers, config)
+
+    def refused(change):
+        other = copy.deepcopy(model)
+        change(other.backbone.layers[1])
+        return not step.can_fuse(other.backbone.layers, config)
+
+    class Adapter(nn.Linear):
+        pass
+
+    assert refused(lambda block: setattr(block.mixer, "out_proj", Adapter(64, 32)))
+    assert refused(lambda block: setattr(block.mlp, "up_proj", Adapter(32, 40, bias=False)))
+    assert refused(lambda block: block.mixer.in_proj.half())
+    assert refused(lambda block: nn.utils.parametrizations.weight_norm(block.mixer.lambda_proj))
+    with torch.autocast(DEVICE, torch.bfloat16):
+        assert not step.can_fuse(layers, config)
+    for kwargs in ({"hidden_act": "gelu"}, {"state_size": 20}, {"head_dim": 8, "num_heads": 8}):
+        other = small_model(**kwargs)
+        assert not step.can_fuse(other.backbone.layers, other.config)
