@@ -200,7 +200,8 @@ def _norm_linear_add(
 ):  # fmt: skip
     """y = residual + rms_norm(x) @ weight.T + bias, the norm over each of GROUPS parts of D.
 
-    Grid (tiles of OUT,). Reads x [rows, D], norm [D], a tile of weight [OUT, D] and of residual [rows, OUT]; writes a tile of y.
+    Grid (tiles of OUT,). Reads x [rows, D], norm [D], a tile of weight [OUT, D] and of residual [rows, OUT]; writes a tile
+    of y.
     """
     out = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     acc = _norm_product(x, norm, weight, out, rows, eps, D, GROUPS, OUT, ROWS, BLOCK_K)

@@ -9,7 +9,7 @@ chunk (a Fenwick tree in place), and everything before chunk c is read by a walk
     e = c;  while e: read the node in slot e - 1 (level: lowest set bit of e);  e &= e - 1
 
 **Forward**: `_chunk_decays` adds up the log decay, `_chunk_states` fills the slots with chunks and nodes of up to four,
-`_merge` makes the others in place, several levels per launch; `_output` does the work inside a chunk and the walk;
+`_merge` makes the others in place, three levels per launch; `_output` does the work inside a chunk and the walk;
 `_final_levels` walks for the state that is left.
 **Backward**: the first three again (cheaper than keeping them), then `_query_gradient` (what the walk read),
 `_node_gradient` and `_sum_segments` (who read a node), `_final_levels_gradient`, `_split` (`_merge` backwards, top down:
@@ -42,12 +42,9 @@ except ImportError as error:  # attention_loglinear.py catches this and does wit
 SEGMENT = 4  # log2 of the chunks whose contributions to a node's gradient one program adds up
 MERGE_TILE = 2048  # elements of a node that one program of the elementwise kernels holds
 INTERPRETED = triton.knobs.runtime.interpret  # read once: torch.compile cannot trace the look-up
-import os
-STATES = int(os.environ.get('STATES', 2048))
-MTILE = int(os.environ.get('MTILE', 1024))
 MERGE_DEPTH = 3  # levels of the tree that one launch merges
 DTYPES = torch.float32, torch.bfloat16, torch.float16
-STEP_COLUMNS = 32  # of a head's values that one program of a decoding step takes
+STEP_COLUMNS = int(__import__("os").environ.get("STEPC", 32))  # of a head's values that one program of a decoding step takes
 
 
 class Layout(NamedTuple):
@@ -166,9 +163,7 @@ def _gate(cum, weights, stride, i, j, valid, L, C: tl.constexpr, LOG_C: tl.const
 
 
 @triton.jit
-def _chunk_decays(
-    log_decay, cum, to_end, decay, layout, grouping, g_token, g_head, H, C: tl.constexpr, BLOCK_H: tl.constexpr
-):
+def _chunk_decays(log_decay, cum, to_end, decay, layout, grouping, g_token, g_head, H, C: tl.constexpr, BLOCK_H: tl.constexpr):
     """Running sums of the log decay inside one chunk, for some heads, their total, and the factor that a token is left with.
 
     Grid (slots, H / BLOCK_H). Reads log_decay [C, BLOCK_H]; writes cum [BLOCK_H, C], to_end [BLOCK_H, C], the decay between a
@@ -210,14 +205,15 @@ def _chunk_state(k, value, to_end, chunk, p, token, count, v_token, C: tl.conste
 
 @triton.jit
 def _chunk_states(
-    key, value, to_end, decay, nodes, layout, grouping, k_token, k_group, v_token, v_head, H, heads_per_group, heads_per_program,
-    N: tl.constexpr, P: tl.constexpr, C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr,
+    key, value, to_end, decay, nodes, layout, grouping, k_token, k_group, v_token, v_head, H, heads_per_group,
+    heads_per_program, N: tl.constexpr, P: tl.constexpr, C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The states of four neighbouring chunks and the nodes of levels 1 and 2, for some heads of a group, which share the keys.
 
     Grid (groups of four chunks, H / heads_per_program, tiles of [N, P]). Reads key [4C, BLOCK_N], per head value [4C, BLOCK_P],
-    to_end [4, C] and the chunks' decays. Writes tiles of nodes[slot, head] in four slots: a state, a node of level 1, a state, a
-    node of level 2. The first tile also writes the decays of levels 1 and 2.
+    to_end [4, C] and the chunks' decays. Writes tiles of nodes[slot, head] in four slots: a state, a node of level 1, a state,
+    a node of level 2. The first tile also writes the decays of levels 1 and 2.
     """
     seq, group, token, count, slot, first, last = _find(tl.program_id(0), grouping, layout, C)
     chunk = ((first >> 2) + group) * 4 - first  # the first of the four; negative if an initial state ends among them
@@ -294,7 +290,7 @@ def _child(nodes, decay, tile, end, level, place, layout, NP: tl.constexpr):
 def _parent(
     left, left_decay, right, right_decay, nodes, decay, tile, end, level, place, layout, NP: tl.constexpr, STORE: tl.constexpr
 ):
-    """The parent, of `level`, of two siblings, and its decay. Both are written, the node only if no higher one takes its slot."""
+    """The parent, of `level`, of two siblings, and its decay. Both are written, the node only if its slot stays its own."""
     seq, head, slot, first, last, H = place
     exists = (end > first) & (end <= last)
     at = (slot + end - 1 - first).to(tl.int64) * H + head
@@ -769,8 +765,9 @@ def _key_gradient(
 
 @triton.jit
 def merge_oldest_chunk(
-    key, value, log_decay, levels, batch, head, p, chunk, H, heads_per_group, K, N: tl.constexpr, P: tl.constexpr, C: tl.constexpr
-):
+    key, value, log_decay, levels, batch, head, p, chunk, H, heads_per_group, K,
+    N: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
     """Turns the oldest chunk of the tail, whose index is `chunk`, into a node, for the columns p of one head.
 
     Reads the chunk's key [C, N], value [C, len(p)], log_decay [C] and the occupied entries of levels; writes those entries,
@@ -983,15 +980,17 @@ class _Call:
         if self.layout.first is not None:
             nodes[slots:] = self.initial_levels.flatten(0, 1)
         _chunk_decays[(self.grouping(0).count, triton.cdiv(H, 32))](
-            self.log_decay, cum, to_end, decay, self.layout, self.grouping(0), *_strides(self.log_decay), H, C=self.C, BLOCK_H=32
-        )
-        block_n, block_p = min(self.N, 128), min(self.P, 64)
-        heads = self.heads_per_program(STATES) if self.dtype == torch.bfloat16 else 1  # four tiles of float32 keys do not fit
-        _chunk_states[(self.grouping(2).count, H // heads, self.N // block_n * (self.P // block_p))](
-            self.key, self.value, to_end, decay, nodes, self.layout, self.grouping(2), *_strides(self.key), *_strides(self.value),
-            H, H // self.G, heads, BLOCK_N=block_n, BLOCK_P=block_p, num_warps=8, maxnreg=self.registers(128), **self.sizes,
+            self.log_decay, cum, to_end, decay, self.layout, self.grouping(0), *_strides(self.log_decay), H,
+            C=self.C, BLOCK_H=32,
         )  # fmt: skip
-        tile = min(self.N * self.P, MTILE)
+        block_n, block_p = min(self.N, 128), min(self.P, 64)
+        heads = self.heads_per_program(2048) if self.dtype == torch.bfloat16 else 1  # four tiles of float32 keys do not fit
+        _chunk_states[(self.grouping(2).count, H // heads, self.N // block_n * (self.P // block_p))](
+            self.key, self.value, to_end, decay, nodes, self.layout, self.grouping(2), *_strides(self.key),
+            *_strides(self.value), H, H // self.G, heads, BLOCK_N=block_n, BLOCK_P=block_p, num_warps=8,
+            maxnreg=self.registers(128), **self.sizes,
+        )  # fmt: skip
+        tile = min(self.N * self.P, MERGE_TILE // 2)  # eight of them are held at a time
         for level in range(2, self.depth - 1, MERGE_DEPTH):
             grouping = self.grouping(level + MERGE_DEPTH)
             _merge[(grouping.count, H, self.N * self.P // tile)](

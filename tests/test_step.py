@@ -1,6 +1,7 @@
 """The kernels of a decoding step against the modules they stand for: on a GPU compiled, elsewhere in Triton's interpreter."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -59,7 +60,7 @@ def assert_same_steps(model, lengths, num_steps, **tolerance):
             found = other.tensors()[name]
             if name == "levels":  # what stands in an entry that is not occupied is never read
                 found, tensor = (torch.where(occupied, x, 0) for x in (found, tensor))
-            torch.testing.assert_close(found, tensor, msg=lambda m: f"{name}: {m}", **tolerance)
+            torch.testing.assert_close(found, tensor, msg=partial("{}: {}".format, name), **tolerance)
 
 
 @pytest.mark.parametrize(
