@@ -23,7 +23,7 @@ except ImportError as error:  # modeling_loglinear.py catches this and does with
     raise ImportError("The kernels of a decoding step need the package `triton`.") from error
 
 from .fused_loglinear import softplus
-from .triton_loglinear import DTYPES, STEP_COLUMNS, are_sizes_supported, attend, merge_oldest_chunk
+from .triton_loglinear import DTYPES, MERGE_COLUMNS, are_sizes_supported, attend, merge_oldest_chunk
 
 MAX_ROWS = 64  # of a batch; above, a product is no longer limited by reading its weights
 TILE = {"BLOCK_OUT": 16, "BLOCK_K": 256, "num_warps": 4, "num_stages": 4}  # of a weight: small, so that all processors read
@@ -322,7 +322,7 @@ def _mixer_step(mixer, norm, x, cache_layer):
         *(getattr(head, name, None) for name in ("scale", "up", "down", "bias")), *tail, query, key, values, value, log_decay,
         weights, *mixer.time_step_limit, tail.levels.shape[1],
         H=H, G=G, N=N, P=P, L=L, C=mixer.chunk_size, KERNEL=mixer.conv_kernel, MODE=mixer.lambda_mode,
-        BLOCK_L=triton.next_power_of_2(L), BLOCK_2L=triton.next_power_of_2(2 * L), BLOCK_P=min(P, STEP_COLUMNS),
+        BLOCK_L=triton.next_power_of_2(L), BLOCK_2L=triton.next_power_of_2(2 * L), BLOCK_P=min(P, MERGE_COLUMNS),
     )  # fmt: skip
     y = attend(query, key, value, log_decay, weights, *tail, gate=projected, values=values, skip=mixer.D).flatten(1)
     out, width = torch.empty_like(x), y.shape[1]

@@ -44,7 +44,8 @@ MERGE_TILE = 2048  # elements of a node that one program of the elementwise kern
 INTERPRETED = triton.knobs.runtime.interpret  # read once: torch.compile cannot trace the look-up
 MERGE_DEPTH = 3  # levels of the tree that one launch merges
 DTYPES = torch.float32, torch.bfloat16, torch.float16
-STEP_COLUMNS = int(__import__("os").environ.get("STEPC", 32))  # of a head's values that one program of a decoding step takes
+STEP_COLUMNS = 16  # of a head's values that one program of a decoding step takes
+MERGE_COLUMNS = 32  # and one that merges a chunk of the tail
 
 
 class Layout(NamedTuple):
@@ -837,40 +838,37 @@ def _decode(
     chunk = tl.load(merged + batch)
     chunk += tl.where(now == (chunk + 2) * C, 1, 0)
     group, groups = head // heads_per_group, H // heads_per_group
+    lam = weights + batch * w_row + head * w_head
+
+    # All that is read, before anything is added up: what waits for memory should wait once.
     n = tl.arange(0, N)
     q = tl.load(query + batch * q_row + group * q_group + n).to(tl.float32)
     k = tl.load(key + batch * k_row + group * k_group + n)
     v = tl.load(value + batch * v_row + head * v_head + p)
     g = tl.load(log_decay + batch * g_row + head * g_head).to(tl.float32)
-    lam = weights + batch * w_row + head * w_head
-
-    # The tail: position chunk * C + i stands in slot (chunk * C + i) % 2C.
-    i = tl.arange(0, 2 * C)
-    position = chunk * C + i
+    own_weight = tl.load(lam).to(tl.float32)
+    position = chunk * C + tl.arange(0, 2 * C)  # of the tail; position t stands in slot t % 2C
     valid = position < now
     slot = batch.to(tl.int64) * 2 * C + position % (2 * C)
     decays = tl.load(tail_decay + slot * H + head, mask=valid, other=0.0)
-    total = tl.sum(decays, 0)
-    to_now = tl.exp(tl.minimum(total - tl.cumsum(decays, 0), 0.0) + g)
-    lam_tail = tl.load(lam + tl.minimum(_bit_length(now ^ position), L - 1), mask=valid, other=0.0).to(tl.float32)
+    tail_weight = tl.load(lam + tl.minimum(_bit_length(now ^ position), L - 1), mask=valid, other=0.0).to(tl.float32)
     tail_k = tl.load(tail_key + (slot[:, None] * groups + group) * N + n[None, :], mask=valid[:, None], other=0.0)
     tail_v = tl.load(tail_value + (slot[:, None] * H + head) * P + p[None, :], mask=valid[:, None], other=0.0)
-    scores = tl.sum(tail_k.to(tl.float32) * q[None, :], 1) * lam_tail * to_now
-    out = tl.sum(tail_v.to(tl.float32) * scores[:, None], 0)
-    out += tl.load(lam).to(tl.float32) * tl.sum(q * k.to(tl.float32), 0) * v.to(tl.float32)
-
-    # The levels are decayed up to the first position of the tail.
-    start_to_now = tl.exp(total + g)
     read = tl.zeros((N, BLOCK_P), tl.float32)  # the levels' weighted sum: one product with the query for all of them
     for entry in tl.static_range(K):
         taken = tl.where(entry == K - 1, (chunk >> entry) > 0, (chunk >> entry) & 1 > 0)
         start = (chunk >> (entry + 1)) << (entry + 1)  # the block's first chunk
         at = tl.where(entry == K - 1, L - 1, tl.minimum(LOG_C + _bit_length((now // C) ^ start), L - 1))
-        weight = tl.load(lam + at, mask=taken, other=0.0).to(tl.float32) * start_to_now
+        weight = tl.load(lam + at, mask=taken, other=0.0).to(tl.float32)
         base = levels + ((batch.to(tl.int64) * K + entry) * H + head) * (N * P)
-        state = tl.load(base + n[:, None] * P + p[None, :], mask=taken, other=0.0)
-        read += weight * state
-    out += tl.sum(read * q[:, None], 0)
+        read += weight * tl.load(base + n[:, None] * P + p[None, :], mask=taken, other=0.0)
+
+    total = tl.sum(decays, 0)
+    scores = tl.sum(tail_k.to(tl.float32) * q[None, :], 1) * tail_weight
+    scores *= tl.exp(tl.minimum(total - tl.cumsum(decays, 0), 0.0) + g)
+    out = tl.sum(tail_v.to(tl.float32) * scores[:, None], 0)
+    out += own_weight * tl.sum(q * k.to(tl.float32), 0) * v.to(tl.float32)
+    out += tl.exp(total + g) * tl.sum(read * q[:, None], 0)  # the levels are decayed up to the first position of the tail
     if gate is not None:
         z = tl.load(gate + batch.to(tl.int64) * gate_row + head * P + p).to(tl.float32)
         out += tl.load(skip + head).to(tl.float32) * tl.load(values + out_at).to(tl.float32)
@@ -1295,7 +1293,7 @@ def _launch_step(
     query, key, value, log_decay, level_weights, tail_key, tail_value, tail_log_decay, levels, merged_chunks, lengths, active
 ):  # fmt: skip
     H, (C, N), (K, P) = value.shape[1], (tail_key.shape[1] // 2, tail_key.shape[3]), (levels.shape[1], value.shape[2])
-    block_p = min(P, STEP_COLUMNS)
+    block_p = min(P, MERGE_COLUMNS)
     with torch.cuda.device_of(query):
         _merge_tail[len(query), H, P // block_p](
             tail_key, tail_value, tail_log_decay, levels, merged_chunks, lengths, active, H, H // query.shape[1], K,
