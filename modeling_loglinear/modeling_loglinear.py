@@ -802,7 +802,20 @@ class LogLinearForCausalLM(LogLinearPreTrainedModel, GenerationMixin):
         model_kwargs = model_kwargs | {"is_prompt": True}  # for `prepare_inputs_for_generation`
         return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
 
+    def _prepare_position_ids_for_generation(self, inputs_tensor, model_kwargs):
+        """None: the cache knows the positions, and keeping them up to date would cost every step six launches."""
+
+    def _update_model_kwargs_for_generation(self, outputs, model_kwargs, *args, **kwargs):
+        """A replayed step needs no mask, whatever the prompt's was: see `prepare_inputs_for_generation`."""
+        if RUNNING.get() is not None and outputs.get(CACHE_NAME) is not None:
+            model_kwargs.pop("attention_mask", None)
+        return super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
+
     def prepare_inputs_for_generation(self, input_ids, inputs_embeds=None, is_first_iteration=False, is_prompt=False, **kwargs):
+        is_step = kwargs.get("next_sequence_length") == 1 and not (is_first_iteration or is_prompt)
+        if is_step and RUNNING.get() is not None:  # what the library prepares would take longer than the rest of the step
+            unused = ("next_sequence_length", "position_ids")
+            return {"input_ids": input_ids[:, -1:]} | {name: x for name, x in kwargs.items() if name not in unused}
         inputs = super().prepare_inputs_for_generation(
             input_ids, inputs_embeds=inputs_embeds, is_first_iteration=is_first_iteration, **kwargs
         )
