@@ -1,11 +1,12 @@
 """The operator on one GPU beside FLA's log-linear kernel, a linear scan and flash attention, on the same inputs in one run.
 
-    python -m eval.benchmarks.operator [--lengths 2048 4096 16384 65536] [--heads 32] [--out FOLDER]
+    python -m eval.benchmarks.operator [--lengths 2048 4096 16384 65536] [--heads 32] [--out FOLDER] [--kernels]
 
 bfloat16, one row, N = 128, P = 64, one key group. Times are medians over replays of a CUDA graph (forward; forward and
 backward), so launch gaps of small shapes do not count; what cannot be captured is timed by events. FLA's two kernels run when
 `flash-linear-attention` is installed. Floors: bytes are every input and output once over `BANDWIDTH`, flops those of this
-operator's tree over `MATRIX_RATE`, both measured on an H200. With --out: operator.csv and operator.png there.
+operator's tree over `MATRIX_RATE`, both measured on an H200. With --out: operator.csv and operator.png there. With --kernels:
+instead, each kernel's time and what it achieves of the two rates, counting every byte that must move and every product once.
 """
 
 import argparse
@@ -115,6 +116,61 @@ def floors(inputs):
     return moved / BANDWIDTH * 1e3, flops / MATRIX_RATE * 1e3
 
 
+def kernel_work(T, H, L):
+    """kernel -> (bytes: distinct elements that it reads and writes, once; flops of its matrix products), forward and backward."""
+    x, chunks = T * H, -(-T // CHUNK)
+    node = H * N * P * 2
+    bits = sum(chunk.bit_count() for chunk in range(chunks)) * CHUNK * H  # (token, node) pairs of the walks, over the heads
+    keys, values, weights, scalars = T * N * 2, x * P * 2, x * L * 2, x * 4
+    scores = T * 2 * CHUNK * N  # one product for all heads of the group
+    merged = sum((chunks >> level) + (chunks >> level + 1) for level in range(2, chunks.bit_length() - 1, 3))
+    return {
+        "_chunk_decays": (3 * scalars, 0),
+        "_chunk_states": (keys + values + scalars + chunks * node, 2 * x * N * P),
+        "_merge": (merged * node, 0),
+        "_output": (2 * keys + 2 * values + weights + scalars + chunks * node, scores + x * 2 * CHUNK * P + bits * 2 * N * P),
+        "_query_gradient": (
+            3 * keys + 2 * values + 2 * weights + 2 * scalars + chunks * node,
+            scores + x * 2 * CHUNK * (P + N) + bits * 4 * N * P,
+        ),
+        "_node_gradient": (keys + values + weights + scalars + chunks * node, bits * 2 * N * P),
+        "_split": (3 * chunks * node, 0),
+        "_key_gradient": (
+            3 * keys + 3 * values + weights + 3 * scalars + chunks * node,
+            scores + x * (4 * N * P + 2 * CHUNK * (2 * P + N)),
+        ),
+    }
+
+
+def print_kernels(T, H):
+    """A line per kernel of a forward and backward pass: what it takes, and its parts of the two rates."""
+    from torch.profiler import ProfilerActivity, profile
+
+    inputs = make_inputs(T, H)
+    L = inputs[4].shape[-1]
+    d_output = torch.randn_like(inputs[2])
+
+    def step():
+        torch.autograd.grad(loglinear_attention(*inputs)[0], inputs, d_output)
+
+    for _ in range(3):
+        step()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(5):
+            step()
+        torch.cuda.synchronize()
+    taken = {event.key: event.self_device_time_total / 5 * 1e-6 for event in profiler.key_averages()}  # seconds per step
+    for name, (moved, flops) in kernel_work(T, H, L).items():
+        # The backward pass builds the tree once more.
+        passes = 2 if name in ("_chunk_decays", "_chunk_states", "_merge") else 1
+        seconds = taken[name] / passes
+        print(
+            f"T={T} H={H} kernel={name} us={seconds * 1e6:.1f} bandwidth={moved / seconds / BANDWIDTH:.0%} "
+            f"matrix_rate={flops / seconds / MATRIX_RATE:.0%}",
+            flush=True,
+        )
+
+
 def plot(rows, path):
     import matplotlib
 
@@ -142,11 +198,16 @@ def main():
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 16384, 65536])
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--out", type=pathlib.Path)
+    parser.add_argument("--kernels", action="store_true")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("this benchmark needs a CUDA GPU")
     torch.manual_seed(0)
     print("#", " ".join(sys.argv), environment("cuda"))
+    if args.kernels:
+        for T in args.lengths:
+            print_kernels(T, args.heads)
+        return
     rows = []
     for T in args.lengths:
         inputs = make_inputs(T, args.heads)
