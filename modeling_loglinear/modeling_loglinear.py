@@ -799,8 +799,22 @@ class LogLinearForCausalLM(LogLinearPreTrainedModel, GenerationMixin):
         return super()._valid_auto_compile_criteria(model_kwargs, generation_config)
 
     def _prefill(self, input_ids, generation_config, model_kwargs, *args, **kwargs):
+        self._check_new_tokens(input_ids, **model_kwargs)
         model_kwargs = model_kwargs | {"is_prompt": True}  # for `prepare_inputs_for_generation`
         return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
+
+    @staticmethod
+    def _check_new_tokens(input_ids, attention_mask=None, inputs_embeds=None, **kwargs):
+        """That a prompt goes on after what the cache holds: the library would cut it to nothing, or to the wrong end."""
+        layers = getattr(kwargs.get(CACHE_NAME), "layers", None)
+        if not layers or not getattr(layers[0], "started", False) or inputs_embeds is not None:
+            return
+        seen, given = int(layers[0].get_seq_length()), input_ids.shape[1]
+        if seen >= given and (attention_mask is None or attention_mask.shape[1] == given):
+            raise ValueError(
+                f"`input_ids` has {given} tokens and `cache` holds {seen}: pass the whole text and at least one new token, or "
+                "only new tokens with an `attention_mask` over the old and the new ones."
+            )
 
     def _prepare_position_ids_for_generation(self, inputs_tensor, model_kwargs):
         """None: the cache knows the positions, and keeping them up to date would cost every step six launches."""

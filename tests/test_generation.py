@@ -383,6 +383,18 @@ def test_continue_with_padded_pieces(side, whole):
         assert text == greedy(torch.cat([row, begin, turn]))
 
 
+@pytest.mark.parametrize("missing", [0, 3])
+def test_a_cache_that_covers_the_prompt(missing):
+    """Nothing would be left to start from: the error says so, for the whole text and for new tokens without a mask."""
+    cache = FenwickCache(MODEL.config)
+    with torch.no_grad():
+        MODEL(ROWS[0][None], **{CACHE_NAME: cache})
+    given = ROWS[0][None, : len(ROWS[0]) - missing]
+    with pytest.raises(ValueError, match=f"`input_ids` has {len(ROWS[0]) - missing} tokens and `cache` holds {len(ROWS[0])}"):
+        MODEL.generate(given, do_sample=False, max_new_tokens=3, **{CACHE_NAME: cache})
+    assert cache.get_seq_length() == len(ROWS[0])
+
+
 def test_chat(tokenizer):
     """A chat of three turns with one cache: every turn passes the whole conversation and costs only the new part."""
     messages, cache = [], FenwickCache(MODEL.config)

@@ -117,7 +117,7 @@ def floors(inputs):
 
 
 def kernel_work(T, H, L):
-    """kernel -> (bytes: distinct elements that it reads and writes, once; flops of its matrix products), forward and backward."""
+    """kernel -> (bytes that it has to move, each once; flops of its matrix products), forward and backward."""
     x, chunks = T * H, -(-T // CHUNK)
     node = H * N * P * 2
     bits = sum(chunk.bit_count() for chunk in range(chunks)) * CHUNK * H  # (token, node) pairs of the walks, over the heads
