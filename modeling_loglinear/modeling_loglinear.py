@@ -9,6 +9,7 @@ import copy
 import inspect
 import math
 import os
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -755,12 +756,21 @@ class LogLinearForCausalLM(LogLinearPreTrainedModel, GenerationMixin):
 
     def generate(self, *args, **kwargs):
         """As in the library. On a GPU, steps are replayed as one CUDA graph, or compiled if there is a `compile_config`."""
+        with self.replaying():
+            return super().generate(*args, **kwargs)
+
+    @contextmanager
+    def replaying(self):
+        """Within it, forward passes of one token per row with a cache are recorded as a CUDA graph and replayed, as in
+        `generate()`, where `can_record` allows it; the output of a step is overwritten by the next. Weights and hooks must
+        not change meanwhile.
+        """
         graph = None
         if can_record(self) and self.config.backend in ("auto", "triton"):
             graph = DecodeGraph(fused=fused_convolution is not None and can_fuse(self.backbone.layers, self.config))
         token = RUNNING.set(graph)
         try:
-            return super().generate(*args, **kwargs)
+            yield
         finally:
             RUNNING.reset(token)
 
