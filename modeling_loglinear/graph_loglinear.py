@@ -23,31 +23,28 @@ class DecodeGraph:
     with an eager step, which also compiles the kernels that a recording must not wait for.
 
     Args:
-        fused (`bool`, defaults to `False`): whether the blocks may take the kernels of step_loglinear.py.
+        fused (`bool`, defaults to `False`): whether the blocks may take the kernels of step_loglinear.py for a single row.
     """
 
     def __init__(self, fused=False):
         self.fused = fused
-        self.graph = self.hidden_states = self.output = None
+        self.graph = self.inputs = self.output = None
         self.tensors = []  # of the cache after the last step
         self.recordable = True
 
-    def step(self, run, hidden_states, cache):
-        """`run(hidden_states)`: hidden_states [B, 1, D] -> [B, 1, D], where `run` writes to the tensors of `cache` in place.
-
-        The result is overwritten by the next step.
-        """
+    def step(self, run, inputs, cache):
+        """`run(inputs)`, where `run` writes to the tensors of `cache` in place. The result is overwritten by the next step."""
         leader = cache.layers[0]
         if not self._knows(cache):
             self.graph = None
             for layer in cache.layers:
                 layer.keeps_addresses = True
-            output = run(hidden_states)
+            output = run(inputs)
             self.tensors = _tensors(cache)
             return output
-        if self.graph is None and not self._record(run, hidden_states, leader):
-            return run(hidden_states)
-        self.hidden_states.copy_(hidden_states)
+        if self.graph is None and not self._record(run, inputs, leader):
+            return run(inputs)
+        self.inputs.copy_(inputs)
         self.graph.replay()
         if not leader.static:
             leader.count(1)  # `run` counts on the host, where replaying changes nothing
@@ -57,15 +54,15 @@ class DecodeGraph:
         tensors = _tensors(cache)
         return len(tensors) == len(self.tensors) and all(map(operator.is_, tensors, self.tensors))
 
-    def _record(self, run, hidden_states, leader):
+    def _record(self, run, inputs, leader):
         """Whether the step could be recorded; that runs nothing on the device, so the cache is as before in any case."""
         if not self.recordable:
             return False
-        self.hidden_states = hidden_states.clone()
+        self.inputs = inputs.clone()
         counters = leader.columns, leader.rolled_back
         try:
-            with torch.cuda.device_of(hidden_states):
-                self.graph, self.output = _recorded(lambda: run(self.hidden_states))
+            with torch.cuda.device_of(inputs):
+                self.graph, self.output = _recorded(lambda: run(self.inputs))
         except RuntimeError as error:  # something in the model waits for the device, as some quantised layers do
             logger.warning_once(f"Steps of `generate()` run eagerly, since one could not be recorded as a CUDA graph: {error}")
             self.recordable = False

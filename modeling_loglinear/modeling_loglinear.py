@@ -45,7 +45,7 @@ try:
     from .fused_loglinear import level_weights as fused_level_weights
     from .fused_loglinear import rms_norm as fused_rms_norm
     from .fused_loglinear import time_step as fused_time_step
-    from .step_loglinear import MAX_ROWS, block_step, can_fuse
+    from .step_loglinear import block_step, can_fuse
 except ImportError:  # Triton is not installed
     fused_convolution = None
 
@@ -93,7 +93,7 @@ class TokenLayout(NamedTuple):
     positions: torch.Tensor | None = None  # [T] position of each packed token in its sequence
     step: StepPositions | None = None  # with a cache: one token per row, to be decoded in place
     span: SpanPositions | None = None  # with a cache: any other number of tokens
-    fused: bool = False  # a step that may take the kernels of step_loglinear.py
+    fused: bool = False  # one token of one row, by the kernels of step_loglinear.py
 
 
 def use_fused(x):
@@ -482,12 +482,7 @@ class LogLinearModel(LogLinearPreTrainedModel):
         all_hidden_states = [] if output_hidden_states else None
         compact = padding.compact(hidden_states)
         last_hidden = None if cache is None or padding.mask is None else cache.layers[0].last_hidden()
-        if self._replays(cache, padding) and all_hidden_states is None:
-            graph = RUNNING.get()
-            fused = graph.fused and shape[0] <= MAX_ROWS
-            hidden_states = graph.step(lambda x: self._run(x, cache, padding, fused=fused), compact, cache)
-        else:
-            hidden_states = self._run(compact, cache, padding, cu_seqlens, all_hidden_states)
+        hidden_states = self._run(compact, cache, padding, cu_seqlens, all_hidden_states)
         if output_hidden_states:
             all_hidden_states = tuple(
                 padding.scatter(x.to(padding.device), None).reshape(*shape, -1) for x in all_hidden_states
@@ -503,7 +498,7 @@ class LogLinearModel(LogLinearPreTrainedModel):
     def _run(self, hidden_states, cache, padding, cu_seqlens=None, all_hidden_states=None, fused=False):
         """All blocks and the final norm, real tokens at the front: [B, T, D] -> [B, T, D]; the cache has then seen the tokens.
 
-        `fused`: whether the blocks may take the kernels of a decoding step.
+        `fused`: whether the blocks take the kernels of step_loglinear.py.
         Appends what enters every block, and the result, to the list `all_hidden_states`.
         """
         positions = _packed_positions(cu_seqlens, hidden_states.shape[1])
@@ -525,15 +520,6 @@ class LogLinearModel(LogLinearPreTrainedModel):
         if cache is not None:
             cache.layers[0].advance(*padding.counts(), hidden_states, step)
         return hidden_states
-
-    def _replays(self, cache, padding):
-        """Whether this is a step of `generate()` that may be recorded and replayed."""
-        if torch.compiler.is_compiling() or cache is None or padding.shape[1] > 1 or padding.mask is not None:
-            return False
-        leader = cache.layers[0]
-        recording = leader.record_past or leader.record is not None
-        in_place = leader.started and not (recording or cache.offloading or torch.is_grad_enabled())
-        return in_place and RUNNING.get() is not None
 
     def _embed(self, input_ids):
         if input_ids.dim() != 2:
@@ -729,6 +715,12 @@ class LogLinearForCausalLM(LogLinearPreTrainedModel, GenerationMixin):
         The other arguments are those of [`LogLinearModel.forward`].
         """
         return_dict = self.config.return_dict if return_dict is None else return_dict
+        output_hidden_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        cache = _one_cache(cache, past_key_values, cache_params)
+        plain = not output_hidden_states and all(x is None for x in (attention_mask, inputs_embeds, labels))
+        if plain and not kwargs and isinstance(logits_to_keep, int) and self._can_replay(input_ids, cache):
+            output = LogLinearCausalLMOutput(logits=self._replayed(input_ids, cache), **{CACHE_NAME: cache})
+            return output if return_dict else output.to_tuple()
         packing = {name: kwargs.pop(name) for name in ("cu_seq_lens_q", "seq_idx") if name in kwargs}
         outputs = self.backbone(
             input_ids=input_ids,
@@ -738,7 +730,7 @@ class LogLinearForCausalLM(LogLinearPreTrainedModel, GenerationMixin):
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
             return_dict=True,
-            cache=_one_cache(cache, past_key_values, cache_params),
+            cache=cache,
             **packing,
         )
         hidden_states = outputs.last_hidden_state
@@ -751,6 +743,27 @@ class LogLinearForCausalLM(LogLinearPreTrainedModel, GenerationMixin):
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, **{CACHE_NAME: outputs.cache}
         )
         return output if return_dict else output.to_tuple()
+
+    def _can_replay(self, input_ids, cache):
+        """Whether this is a step of `generate()` that may be recorded and replayed: a token per row, written in place."""
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or RUNNING.get() is None:
+            return False
+        if input_ids is None or input_ids.shape[1:] != (1,) or not getattr(cache, "layers", None):
+            return False
+        leader = cache.layers[0]
+        return getattr(leader, "started", False) and not (leader.record_past or leader.record or cache.offloading)
+
+    def _replayed(self, input_ids, cache):
+        """Logits of a step, [B, 1] -> [B, 1, vocab_size], by the graph that runs; the next step overwrites them."""
+        backbone, graph = self.backbone, RUNNING.get()
+        backbone._prepare_cache(cache, len(input_ids))
+        padding = _Padding(None, input_ids.shape, input_ids.device, has_past=True)
+        fused = graph.fused and len(input_ids) == 1
+
+        def run(ids):
+            return self.lm_head(backbone._run(backbone._embed(ids), cache, padding, fused=fused))
+
+        return graph.step(run, input_ids, cache)
 
     # ---------------------------------------------------------------------------------------------------- generation
 

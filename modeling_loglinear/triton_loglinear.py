@@ -44,8 +44,7 @@ MERGE_TILE = 2048  # elements of a node that one program of the elementwise kern
 INTERPRETED = triton.knobs.runtime.interpret  # read once: torch.compile cannot trace the look-up
 MERGE_DEPTH = 3  # levels of the tree that one launch merges
 DTYPES = torch.float32, torch.bfloat16, torch.float16
-STEP_COLUMNS = 16  # of a head's values that one program of a decoding step takes
-MERGE_COLUMNS = 32  # and one that merges a chunk of the tail
+MERGE_COLUMNS = 32  # of a head's values that a program takes which merges a chunk of the tail
 
 
 class Layout(NamedTuple):
@@ -1319,11 +1318,13 @@ def attend(
     query, key, value, level_weights = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value, level_weights))
     output = torch.empty(value.shape, dtype=value.dtype if gate is None else torch.float32, device=value.device)
     strides = [stride for x in (query, key, value, log_decay, level_weights) for stride in x.stride()[:2]]
-    block_p = min(P, STEP_COLUMNS)
+    block_p = P  # every program reads the tail's keys, so as few of them as keep the processors busy
+    while block_p > 16 and B * H * (P // block_p) < 128:
+        block_p //= 2
     _decode[B, H, P // block_p](
         query, key, value, log_decay, level_weights, tail_key, tail_value, tail_log_decay, levels, merged_chunks, lengths,
         active, gate, values, skip, output, *strides, 0 if gate is None else gate.stride(0), H, H // G, level_weights.shape[-1],
-        K=K, N=N, P=P, C=C, LOG_C=C.bit_length() - 1, BLOCK_P=block_p, num_warps=8,
+        K=K, N=N, P=P, C=C, LOG_C=C.bit_length() - 1, BLOCK_P=block_p, num_warps=8, maxnreg=128,
     )  # fmt: skip
     return output
 
