@@ -1282,9 +1282,16 @@ def tree_attention(
     """
     if initial_levels is not None and first_chunk is None:
         raise ValueError("`initial_levels` needs `first_chunk`.")
-    output, levels = (_forward if torch.compiler.is_compiling() else _TreeAttention.apply)(
+    inputs = (
         query, key, value, log_decay, level_weights, lengths, cu_seqlens, first_chunk, initial_levels, final_chunk, chunk_size
     )  # fmt: skip
+    if torch.compiler.is_compiling():
+        function = _forward
+    elif not torch.is_grad_enabled() and _is_eager():
+        function = _launch_forward
+    else:
+        function = _TreeAttention.apply
+    output, levels = function(*inputs)
     return output, None if final_chunk is None else levels
 
 

@@ -618,6 +618,20 @@ def test_replayed_steps(stand_in, kwargs):
     assert (stand_in.recorded, stand_in.replayed) == (1, NEW - 2)
 
 
+def test_replayed_steps_of_ones_own_loop(stand_in):
+    """`replaying` does for a loop of one's own what `generate()` does; a step that asks for more than logits runs eagerly."""
+    text = random_tokens(60)
+    cache = FenwickCache(MODEL.config)
+    with torch.no_grad(), MODEL.replaying():
+        MODEL(text[None, :40], **{CACHE_NAME: cache})
+        logits = [MODEL(token[None, None], **{CACHE_NAME: cache}).logits.clone() for token in text[40:]]
+        assert (stand_in.recorded, stand_in.replayed) == (1, 19)
+        output = MODEL(text[None, :1], output_hidden_states=True, **{CACHE_NAME: cache})
+        assert stand_in.replayed == 19 and len(output.hidden_states) == MODEL.config.num_hidden_layers + 1
+        expected = MODEL(text[None], use_cache=False).logits[:, 40:]
+    torch.testing.assert_close(torch.cat(logits, 1), expected, rtol=1e-4, atol=1e-4)
+
+
 def test_replayed_beams(stand_in):
     """Beams reorder the cache in place between two steps; what is written is the same."""
     expected = generate(ROWS[0][None], num_beams=3)
