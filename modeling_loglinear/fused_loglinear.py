@@ -30,6 +30,15 @@ def _rms_norm(x, weight, out, eps, D: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _silu_product(gate, up, out, size, BLOCK: tl.constexpr):
+    """Grid (size / BLOCK,). Reads gate and up, writes out = silu(gate) * up, all [size]."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    z = tl.load(gate + at, at < size, 0).to(tl.float32)
+    z *= tl.sigmoid(z) * tl.load(up + at, at < size, 0).to(tl.float32)
+    tl.store(out + at, z.to(out.dtype.element_ty), at < size)
+
+
+@triton.jit
 def _gated_norm(
     y, values, gate, skip, weight, out, eps, value_stride, gate_stride,
     I: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
@@ -157,6 +166,14 @@ def rms_norm(x, weight, eps):
     out = torch.empty(x.shape, dtype=weight.dtype, device=x.device)
     D = x.shape[-1]
     _launch(_rms_norm, (x.numel() // D,), x, weight, out, eps, D, triton.next_power_of_2(D))
+    return out
+
+
+def silu_product(gate, up):
+    """`silu(gate) * up` of two tensors of one shape."""
+    gate, up = gate.contiguous(), up.contiguous()
+    out = torch.empty_like(up)
+    _launch(_silu_product, (triton.cdiv(out.numel(), 1024),), gate, up, out, out.numel(), 1024)
     return out
 
 

@@ -23,7 +23,7 @@ class DecodeGraph:
     with an eager step, which also compiles the kernels that a recording must not wait for.
 
     Args:
-        fused (`bool`, defaults to `False`): whether the blocks may take the kernels of step_loglinear.py for a single row.
+        fused (`bool`, defaults to `False`): whether the blocks may take the kernels of step_loglinear.py.
     """
 
     def __init__(self, fused=False):

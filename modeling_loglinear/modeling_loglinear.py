@@ -44,6 +44,7 @@ try:
     from .fused_loglinear import gated_norm as fused_gated_norm
     from .fused_loglinear import level_weights as fused_level_weights
     from .fused_loglinear import rms_norm as fused_rms_norm
+    from .fused_loglinear import silu_product as fused_silu_product
     from .fused_loglinear import time_step as fused_time_step
     from .step_loglinear import block_step, can_fuse
 except ImportError:  # Triton is not installed
@@ -93,7 +94,7 @@ class TokenLayout(NamedTuple):
     positions: torch.Tensor | None = None  # [T] position of each packed token in its sequence
     step: StepPositions | None = None  # with a cache: one token per row, to be decoded in place
     span: SpanPositions | None = None  # with a cache: any other number of tokens
-    fused: bool = False  # one token of one row, by the kernels of step_loglinear.py
+    fused: bool = False  # a step by the kernels of step_loglinear.py
 
 
 def use_fused(x):
@@ -328,10 +329,14 @@ class LogLinearMLP(nn.Module):
         self.gate_proj = nn.Linear(config.hidden_size, config.mlp_intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.mlp_intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.mlp_intermediate_size, config.hidden_size, bias=False)
+        self.hidden_act = config.hidden_act
         self.act = ACT2FN[config.hidden_act]
 
     def forward(self, hidden_states):
-        return self.down_proj(self.act(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
+        gate, up = self.gate_proj(hidden_states), self.up_proj(hidden_states)
+        if self.hidden_act == "silu" and use_fused(gate):
+            return self.down_proj(fused_silu_product(gate, up))
+        return self.down_proj(self.act(gate) * up)
 
 
 class LogLinearBlock(GradientCheckpointingLayer):
@@ -758,10 +763,9 @@ class LogLinearForCausalLM(LogLinearPreTrainedModel, GenerationMixin):
         backbone, graph = self.backbone, RUNNING.get()
         backbone._prepare_cache(cache, len(input_ids))
         padding = _Padding(None, input_ids.shape, input_ids.device, has_past=True)
-        fused = graph.fused and len(input_ids) == 1
 
         def run(ids):
-            return self.lm_head(backbone._run(backbone._embed(ids), cache, padding, fused=fused))
+            return self.lm_head(backbone._run(backbone._embed(ids), cache, padding, fused=graph.fused))
 
         return graph.step(run, input_ids, cache)
 

@@ -1,17 +1,18 @@
-"""A decoding step of one block for one row in six kernels, where its modules launch some twenty.
+"""A decoding step of one block in few kernels.
 
-Such a step reads every weight for a single vector, so it is as fast as the weights and the state arrive. Each kernel reads one
-weight matrix (or two that share their input) or the state, and computes on the way whatever stands before and after:
+A step of a single row reads every weight for one vector, so it is as fast as the weights and the state arrive: six kernels do
+what the modules launch some twenty for. Each reads one weight matrix (or two that share their input) or the state, and computes
+on the way whatever stands before and after:
 
     norm, in_proj, lambda_proj             `_norm_projections`
-    convolution, time step, level weights  `_mixer_inputs` (which also merges the tail's oldest chunk when it is full)
+    convolution, time step, level weights  `_mixer_inputs` (which also merges the tail's oldest chunk where it is full)
     attention, skip, gate                  `triton_loglinear.attend`
     norm, out_proj, residual               `_norm_linear_add`
     norm, gate_proj, up_proj, activation   `_norm_mlp`
     down_proj, residual                    `_linear_add`
 
-A norm is a single factor, so it is applied after the product, from squares that were added up meanwhile. Several rows are left
-to the modules: a matrix product for them is more than reading its weights, and the libraries do that better.
+A norm is a single factor, so it is applied after the product, from squares that were added up meanwhile. For several rows a
+matrix product is more than reading its weights, and the libraries do that better: there only `_mixer_inputs` and `attend` serve.
 """
 
 import torch
@@ -123,41 +124,43 @@ def _mixer_inputs(
 ):  # fmt: skip
     """What attention reads, from what in_proj and lambda_proj give; merges the tail's oldest chunk where the tail is full.
 
-    Grid (H,). Reads the head's part of projected [z, x, key, query, dt], levels [H, L] and ring [2C, conv_dim], for the first
-    head of a group also its key and query. Writes the same part of query, key [G, N], values, value [H, P], log_decay [H],
-    weights [H, L] and the token's slot of ring, which no program reads.
+    Grid (B, H). Reads the head's part of projected [B, z, x, key, query, dt], levels [B, H, L] and ring [B, 2C, conv_dim], for
+    the first head of a group also its key and query. Writes the same part of query, key [B, G, N], values, value [B, H, P],
+    log_decay [B, H], weights [B, H, L] and the token's slot of ring, which no program reads.
     """
-    head = tl.program_id(0)
-    now, chunk = tl.load(lengths), tl.load(merged)
+    batch, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    now, chunk = tl.load(lengths + batch), tl.load(merged + batch)
     if now == (chunk + 2) * C:
         for start in range(0, P, BLOCK_P):
             p = start + tl.arange(0, BLOCK_P)
             merge_oldest_chunk(
-                tail_key, tail_value, tail_log_decay, state_levels, 0 * head, head, p, chunk, H, H // G, kept, N, P, C
+                tail_key, tail_value, tail_log_decay, state_levels, batch, head, p, chunk, H, H // G, kept, N, P, C
             )
 
     CONV_DIM: tl.constexpr = H * P + 2 * G * N
-    inputs = projected + H * P
+    inputs = projected + batch * (H * P + CONV_DIM + H) + H * P
+    ring += batch * (2 * C * CONV_DIM)
+    at = batch * H + head
     p = tl.arange(0, P)
     x = _convolved(inputs, ring, conv_weight, conv_bias, head * P + p, now, CONV_DIM, KERNEL, 2 * C)
     dt = tl.load(inputs + CONV_DIM + head).to(tl.float32) + tl.load(dt_bias + head).to(tl.float32)
     step = tl.minimum(tl.maximum(softplus(dt), low), high)
-    tl.store(values + head * P + p, x.to(values.dtype.element_ty))
-    tl.store(value + head * P + p, (x * step).to(value.dtype.element_ty))
-    tl.store(log_decay + head, -tl.exp(tl.load(a_log + head).to(tl.float32)) * step)
+    tl.store(values + at * P + p, x.to(values.dtype.element_ty))
+    tl.store(value + at * P + p, (x * step).to(value.dtype.element_ty))
+    tl.store(log_decay + at, -tl.exp(tl.load(a_log + head).to(tl.float32)) * step)
     if head % (H // G) == 0:
         group = head // (H // G)
         n = tl.arange(0, N)
         k = _convolved(inputs, ring, conv_weight, conv_bias, H * P + group * N + n, now, CONV_DIM, KERNEL, 2 * C)
         q = _convolved(inputs, ring, conv_weight, conv_bias, H * P + (G + group) * N + n, now, CONV_DIM, KERNEL, 2 * C)
-        tl.store(key + group * N + n, k.to(key.dtype.element_ty))
-        tl.store(query + group * N + n, q.to(query.dtype.element_ty))
+        tl.store(key + (batch * G + group) * N + n, k.to(key.dtype.element_ty))
+        tl.store(query + (batch * G + group) * N + n, q.to(query.dtype.element_ty))
 
     level = tl.arange(0, BLOCK_L)
     if MODE == "fixed":
         lam = tl.full((BLOCK_L,), 1.0, tl.float32)
     else:
-        lam = tl.load(levels + head * L + level, level < L, 0).to(tl.float32)
+        lam = tl.load(levels + at * L + level, level < L, 0).to(tl.float32)
     if MODE == "linear":
         lam = softplus(lam * tl.load(scale + head * L + level, level < L, 0).to(tl.float32))
     elif MODE != "fixed":
@@ -171,7 +174,7 @@ def _mixer_inputs(
             lam = tl.softmax(tl.where(level < L, lam, -float("inf")))
         else:
             lam = softplus(lam)
-    tl.store(weights + head * L + level, lam, level < L)
+    tl.store(weights + at * L + level, lam, level < L)
 
 
 @triton.jit
@@ -253,13 +256,43 @@ def _is_plain(block):
 
 
 def block_step(block, hidden_states, cache_layer):
-    """One token of one row through a `LogLinearBlock`, hidden_states [1, 1, D] -> [1, 1, D]; writes to `cache_layer`."""
+    """One token per row through a `LogLinearBlock`, hidden_states [B, 1, D] -> [B, 1, D]; writes to `cache_layer` in place."""
     x = hidden_states.float() if block.residual_in_fp32 else hidden_states
     with torch.cuda.device_of(x):  # Triton launches on the current device, which need not be the tensors'
-        x = _mixer_step(block.mixer, block.norm, x.contiguous(), cache_layer)
-        if block.has_mlp:
-            x = _mlp_step(block.mlp, block.mlp_norm, x)
-    return x
+        if len(x) == 1:
+            x = _mixer_of_row(block.mixer, block.norm, x.contiguous(), cache_layer)
+            return _mlp_of_row(block.mlp, block.mlp_norm, x) if block.has_mlp else x
+        x = x + _mixer_of_rows(block.mixer, block.norm(x), cache_layer)
+        return x + block.mlp(block.mlp_norm(x)) if block.has_mlp else x
+
+
+def _mixer_of_rows(mixer, x, cache_layer):
+    """mixer(x): [B, 1, D] -> [B, 1, D]."""
+    projected = mixer.in_proj(x)
+    levels = None if mixer.lambda_mode == "fixed" else mixer.lambda_proj(x)
+    values, *tokens = _inputs(mixer, projected, levels, cache_layer)
+    y = attend(*tokens, *cache_layer.state)
+    gate = projected.split_with_sizes(mixer.split_sizes, -1)[0]
+    return mixer.out_proj(mixer.norm(y.unsqueeze(1), values.unsqueeze(1), mixer.D, gate))
+
+
+def _inputs(mixer, projected, levels, cache_layer):
+    """values [B, H, P], then what a step of attention takes: query, key, value, log_decay, level_weights."""
+    B, H, P = len(projected), mixer.num_heads, mixer.head_dim
+    G, N, L = mixer.num_groups, mixer.state_size, mixer.num_levels
+    mixer.begin(cache_layer, projected.split_with_sizes(mixer.split_sizes, -1)[1])
+    query, key = projected.new_empty(2, B, G, N)
+    values, value = projected.new_empty(2, B, H, P)
+    log_decay, weights = projected.new_empty(B, H, dtype=torch.float32), projected.new_empty(B, H, L, dtype=torch.float32)
+    head, state = getattr(mixer, "lambda_head", None), cache_layer.state
+    _mixer_inputs[B, H](
+        projected, levels, cache_layer.conv_ring, mixer.conv1d.weight, mixer.conv1d.bias, mixer.dt_bias, mixer.A_log,
+        *(getattr(head, name, None) for name in ("scale", "up", "down", "bias")), *state, query, key, values, value, log_decay,
+        weights, *mixer.time_step_limit, state.levels.shape[1],
+        H=H, G=G, N=N, P=P, L=L, C=mixer.chunk_size, KERNEL=mixer.conv_kernel, MODE=mixer.lambda_mode,
+        BLOCK_L=triton.next_power_of_2(L), BLOCK_2L=triton.next_power_of_2(2 * L), BLOCK_P=min(P, MERGE_COLUMNS),
+    )  # fmt: skip
+    return values, query, key, value, log_decay, weights
 
 
 def _sizes(weight):
@@ -272,33 +305,19 @@ def _tiles(size):
     return triton.cdiv(size, TILE)
 
 
-def _mixer_step(mixer, norm, x, cache_layer):
-    """x + mixer(norm(x))."""
-    OUT, H, P = len(mixer.in_proj.weight), mixer.num_heads, mixer.head_dim
-    G, N, L = mixer.num_groups, mixer.state_size, mixer.num_levels
+def _mixer_of_row(mixer, norm, x, cache_layer):
+    """x + mixer(norm(x)) for one row."""
+    OUT, num_levels = len(mixer.in_proj.weight), mixer.num_heads * mixer.num_levels
     projected = x.new_empty(1, 1, OUT, dtype=mixer.in_proj.weight.dtype)
-    levels, lambda_weight, head = projected.new_empty(H, L), None, None
+    levels, lambda_weight, tiles = None, None, _tiles(OUT)
     if mixer.lambda_mode != "fixed":
-        lambda_weight, head = mixer.lambda_proj.weight, mixer.lambda_head
-    _norm_projections[_tiles(OUT) + (0 if lambda_weight is None else _tiles(H * L)),](
+        levels, lambda_weight, tiles = projected.new_empty(num_levels), mixer.lambda_proj.weight, tiles + _tiles(num_levels)
+    _norm_projections[tiles,](
         x, norm.weight, mixer.in_proj.weight, mixer.in_proj.bias, lambda_weight, projected, levels, norm.variance_epsilon,
-        LEVELS=H * L, **_sizes(mixer.in_proj.weight),
+        LEVELS=num_levels, **_sizes(mixer.in_proj.weight),
     )  # fmt: skip
-    mixer.begin(cache_layer, projected.split_with_sizes(mixer.split_sizes, -1)[1])
-
-    query, key = projected.new_empty(2, 1, G, N)
-    values, value = projected.new_empty(2, 1, H, P)
-    log_decay, weights = projected.new_empty(1, H, dtype=torch.float32), projected.new_empty(1, H, L, dtype=torch.float32)
-    state = cache_layer.state
-    _mixer_inputs[H,](
-        projected, levels, cache_layer.conv_ring, mixer.conv1d.weight, mixer.conv1d.bias, mixer.dt_bias, mixer.A_log,
-        *(getattr(head, name, None) for name in ("scale", "up", "down", "bias")), *state, query, key, values, value, log_decay,
-        weights, *mixer.time_step_limit, state.levels.shape[1],
-        H=H, G=G, N=N, P=P, L=L, C=mixer.chunk_size, KERNEL=mixer.conv_kernel, MODE=mixer.lambda_mode,
-        BLOCK_L=triton.next_power_of_2(L), BLOCK_2L=triton.next_power_of_2(2 * L), BLOCK_P=min(P, MERGE_COLUMNS),
-    )  # fmt: skip
-    y = attend(query, key, value, log_decay, weights, *state, gate=projected[0], values=values, skip=mixer.D)
-
+    values, *tokens = _inputs(mixer, projected, levels, cache_layer)
+    y = attend(*tokens, *cache_layer.state, gate=projected[0], values=values, skip=mixer.D)
     out = torch.empty_like(x)
     _norm_linear_add[_tiles(out.shape[-1]),](
         y, mixer.norm.weight, mixer.out_proj.weight, mixer.out_proj.bias, x, out, mixer.norm.variance_epsilon,
@@ -307,8 +326,8 @@ def _mixer_step(mixer, norm, x, cache_layer):
     return out
 
 
-def _mlp_step(mlp, norm, x):
-    """x + mlp(norm(x))."""
+def _mlp_of_row(mlp, norm, x):
+    """x + mlp(norm(x)) for one row."""
     hidden, out = x.new_empty(len(mlp.up_proj.weight), dtype=norm.weight.dtype), torch.empty_like(x)
     _norm_mlp[_tiles(len(hidden)),](
         x, norm.weight, mlp.gate_proj.weight, mlp.up_proj.weight, hidden, norm.variance_epsilon, **_sizes(mlp.up_proj.weight)

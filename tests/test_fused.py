@@ -37,6 +37,14 @@ def test_rms_norm():
 
 
 @torch.no_grad()
+def test_silu_product():
+    """Sizes that fill no block, and slices of one projection."""
+    x = random(B, T, 90)
+    gate, up = x[..., :45], x[..., 45:]
+    close(fused.silu_product(gate, up), torch.nn.functional.silu(gate) * up)
+
+
+@torch.no_grad()
 def test_gated_norm():
     """Skip connection, gate and norm per group, from slices of one projection."""
     norm = LogLinearGatedRMSNorm(48, 2, 1e-5).to(DEVICE)

@@ -27,13 +27,13 @@ def small_model(dtype=torch.float32, seed=0, **kwargs):
     return model.eval().to(DEVICE, dtype)
 
 
-def tokens(length):
-    return torch.randint(3, 50, (1, length), generator=torch.Generator().manual_seed(length)).to(DEVICE)
+def tokens(rows, length):
+    return torch.randint(3, 50, (rows, length), generator=torch.Generator().manual_seed(length)).to(DEVICE)
 
 
 @torch.no_grad()
 def stepped(model, cache, ids, fused):
-    """The hidden states after every token of ids [1, T], one step each."""
+    """The hidden states after every token of ids [B, T], one step each."""
     backbone, outputs = model.backbone, []
     for token in ids.split(1, 1):
         padding = _Padding(None, token.shape, ids.device, has_past=True)
@@ -41,13 +41,16 @@ def stepped(model, cache, ids, fused):
     return torch.cat(outputs, 1)
 
 
-def assert_same_steps(model, length, num_steps, **tolerance):
-    """A row of some length, stepped by the kernels and by the modules: the same outputs and the same cache."""
+def assert_same_steps(model, lengths, num_steps, **tolerance):
+    """Rows of some lengths, stepped by the kernels and by the modules: the same outputs and the same cache."""
+    rows = len(lengths)
+    mask = torch.arange(max(lengths), device=DEVICE) < torch.tensor(lengths, device=DEVICE)[:, None]
     caches = [FenwickCache(model.config) for _ in range(2)]
     with torch.no_grad():
         for cache in caches:
-            model(tokens(length), cache=cache)
-    expected, actual = (stepped(model, cache, tokens(num_steps), fused) for cache, fused in zip(caches, (False, True)))
+            model(tokens(rows, max(lengths)), attention_mask=mask, cache=cache)
+    ids = tokens(rows, num_steps)
+    expected, actual = (stepped(model, cache, ids, fused) for cache, fused in zip(caches, (False, True)))
     torch.testing.assert_close(actual, expected, **tolerance)
     entry = torch.arange(caches[0].layers[0].levels.shape[1], device=DEVICE)
     merged = caches[0].layers[0].merged_chunks[:, None] >> entry
@@ -71,18 +74,18 @@ def assert_same_steps(model, length, num_steps, **tolerance):
     ids=["softplus", "linear-mlp", "softmax-bias", "fixed-mlp"],
 )
 def test_steps_are_those_of_the_modules(kwargs):
-    """Every mode and option, for a row that is nearly new and one that reaches the token at which the tail's oldest chunk is
-    merged."""
+    """Every mode and option, for a row that reaches the token at which the tail's oldest chunk is merged, alone and beside one
+    that is nearly new."""
     model = small_model(**kwargs)
-    for length in (2, 4 * CHUNK - 2):
-        assert_same_steps(model, length, 4, rtol=1e-4, atol=1e-5)
+    for lengths in ([4 * CHUNK - 2], [2, 4 * CHUNK - 2]):
+        assert_same_steps(model, lengths, 4, rtol=1e-4, atol=1e-5)
 
 
 def test_sizes_that_fill_no_tile(monkeypatch):
     """Matrices of several tiles and parts of tiles in both directions."""
     monkeypatch.setattr(step, "MOST_COLUMNS", 32)
     model = small_model(hidden_size=40, num_heads=5, n_groups=5, mlp_intermediate_size=70)
-    assert_same_steps(model, 5, 1, rtol=1e-4, atol=1e-5)
+    assert_same_steps(model, [5], 1, rtol=1e-4, atol=1e-5)
 
 
 @needs_gpu
@@ -92,7 +95,8 @@ def test_half_precision(dtype):
     model = small_model(dtype, mlp_intermediate_size=40)
     with torch.no_grad():
         model.backbone.embeddings.weight.mul_(500)
-    assert_same_steps(model, 4 * CHUNK - 2, 4, rtol=5e-2, atol=5e-2)
+    for lengths in ([4 * CHUNK - 2], [2, 4 * CHUNK - 2]):
+        assert_same_steps(model, lengths, 4, rtol=5e-2, atol=5e-2)
 
 
 def test_replaced_modules_are_left_alone():
