@@ -601,6 +601,11 @@ def _one_cache(*caches):
     return given[0] if given else None
 
 
+def _has_tokens(cache):
+    layers = getattr(cache, "layers", None)
+    return bool(layers) and getattr(layers[0], "started", False)
+
+
 def _packed_borders(shape, attention_mask, cache, position_ids, cu_seq_lens_q, seq_idx):
     """Borders of packed sequences in the flattened tokens, [num_seqs + 1], or None for ordinary rows."""
     B, T = shape
@@ -753,10 +758,9 @@ class LogLinearForCausalLM(LogLinearPreTrainedModel, GenerationMixin):
         """Whether this is a step of `generate()` that may be recorded and replayed: a token per row, written in place."""
         if torch.compiler.is_compiling() or torch.is_grad_enabled() or RUNNING.get() is None:
             return False
-        if input_ids is None or input_ids.shape[1:] != (1,) or not getattr(cache, "layers", None):
+        if input_ids is None or input_ids.shape[1:] != (1,) or not _has_tokens(cache):
             return False
-        leader = cache.layers[0]
-        return getattr(leader, "started", False) and not (leader.record_past or leader.record or cache.offloading)
+        return not (cache.offloading or cache.layers[0].record_past or cache.layers[0].record)
 
     def _replayed(self, input_ids, cache):
         """Logits of a step, [B, 1] -> [B, 1, vocab_size], by the graph that runs; the next step overwrites them."""
@@ -833,10 +837,10 @@ class LogLinearForCausalLM(LogLinearPreTrainedModel, GenerationMixin):
     @staticmethod
     def _check_new_tokens(input_ids, attention_mask=None, inputs_embeds=None, **kwargs):
         """That a prompt goes on after what the cache holds: the library would cut it to nothing, or to the wrong end."""
-        layers = getattr(kwargs.get(CACHE_NAME), "layers", None)
-        if not layers or not getattr(layers[0], "started", False) or inputs_embeds is not None:
+        cache = kwargs.get(CACHE_NAME)
+        if inputs_embeds is not None or not _has_tokens(cache):
             return
-        seen, given = int(layers[0].get_seq_length()), input_ids.shape[1]
+        seen, given = int(cache.get_seq_length()), input_ids.shape[1]
         if seen >= given and (attention_mask is None or attention_mask.shape[1] == given):
             raise ValueError(
                 f"`input_ids` has {given} tokens and `cache` holds {seen}: pass the whole text and at least one new token, or "
@@ -847,23 +851,22 @@ class LogLinearForCausalLM(LogLinearPreTrainedModel, GenerationMixin):
         """None: the cache knows the positions, and keeping them up to date would cost every step six launches."""
 
     def _update_model_kwargs_for_generation(self, outputs, model_kwargs, *args, **kwargs):
-        """A replayed step needs no mask, whatever the prompt's was: see `prepare_inputs_for_generation`."""
-        if RUNNING.get() is not None and outputs.get(CACHE_NAME) is not None:
+        """What follows the prompt needs no mask: a generated token is always real, and the cache knows the others."""
+        if _has_tokens(outputs.get(CACHE_NAME)):
             model_kwargs.pop("attention_mask", None)
         return super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
 
     def prepare_inputs_for_generation(self, input_ids, inputs_embeds=None, is_first_iteration=False, is_prompt=False, **kwargs):
-        is_step = kwargs.get("next_sequence_length") == 1 and not (is_first_iteration or is_prompt)
-        if is_step and RUNNING.get() is not None:  # what the library prepares would take longer than the rest of the step
-            unused = ("next_sequence_length", "position_ids")
+        is_prompt = is_prompt or is_first_iteration
+        continuing = not is_prompt and _has_tokens(kwargs.get(CACHE_NAME))
+        if continuing and kwargs.get("next_sequence_length") == 1:  # all that a step needs; the library would take much longer
+            unused = ("next_sequence_length", "position_ids", "attention_mask")
             return {"input_ids": input_ids[:, -1:]} | {name: x for name, x in kwargs.items() if name not in unused}
         inputs = super().prepare_inputs_for_generation(
             input_ids, inputs_embeds=inputs_embeds, is_first_iteration=is_first_iteration, **kwargs
         )
         mask = inputs.get("attention_mask")
         if mask is not None:
-            layers = getattr(inputs.get(CACHE_NAME), "layers", None)
-            continuing = bool(layers) and getattr(layers[0], "started", False) and not (is_first_iteration or is_prompt)
             tokens = inputs["input_ids"] if inputs.get("inputs_embeds") is None else inputs["inputs_embeds"]
             # The last columns count, and a generated token is always real.
             inputs["attention_mask"] = None if continuing else mask[:, -tokens.shape[1] :]

@@ -12,7 +12,7 @@ on the way whatever stands before and after:
     down_proj, residual                    `_linear_add`
 
 A norm is a single factor, so it is applied after the product, from squares that were added up meanwhile. For several rows a
-matrix product is more than reading its weights, and the libraries do that better: there only `_mixer_inputs` and `attend` serve.
+matrix product is more than reading its weights, and the libraries do it better: there only `_mixer_inputs` and `attend` serve.
 """
 
 import torch
