@@ -20,11 +20,19 @@ def softplus(x):
 
 
 @triton.jit
-def _rms_norm(x, weight, out, eps, D: tl.constexpr, BLOCK: tl.constexpr):
-    """Grid (rows,). Reads x [rows, D] and weight [D], writes out [rows, D] = weight * x / rms(x)."""
+def _rms_norm(x, added, total, weight, out, eps, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Grid (rows,). Reads x [rows, D] and weight [D], writes out [rows, D] = weight * x / rms(x).
+
+    If `added` is given, x + added, which goes to `total`, takes the place of x.
+    """
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)
     h = tl.load(x + row * D + d, d < D, 0).to(tl.float32)
+    if added is not None:
+        h += tl.load(added + row * D + d, d < D, 0).to(tl.float32)
+        h = h.to(total.dtype.element_ty)
+        tl.store(total + row * D + d, h, d < D)
+        h = h.to(tl.float32)
     h = h * tl.rsqrt(tl.sum(h * h) / D + eps)
     tl.store(out + row * D + d, (tl.load(weight + d, d < D, 0) * h.to(weight.dtype.element_ty)), d < D)
 
@@ -165,8 +173,17 @@ def rms_norm(x, weight, eps):
     x = x.contiguous()
     out = torch.empty(x.shape, dtype=weight.dtype, device=x.device)
     D = x.shape[-1]
-    _launch(_rms_norm, (x.numel() // D,), x, weight, out, eps, D, triton.next_power_of_2(D))
+    _launch(_rms_norm, (x.numel() // D,), x, None, None, weight, out, eps, D, triton.next_power_of_2(D))
     return out
+
+
+def add_rms_norm(x, added, weight, eps):
+    """(x + added in the dtype of x, its `rms_norm`)."""
+    x, added = x.contiguous(), added.contiguous()
+    total, out = torch.empty_like(x), torch.empty(x.shape, dtype=weight.dtype, device=x.device)
+    D = x.shape[-1]
+    _launch(_rms_norm, (x.numel() // D,), x, added, total, weight, out, eps, D, triton.next_power_of_2(D))
+    return total, out
 
 
 def silu_product(gate, up):

@@ -11,8 +11,10 @@ on the way whatever stands before and after:
     norm, gate_proj, up_proj, activation   `_norm_mlp`
     down_proj, residual                    `_linear_add`
 
-A norm is a single factor, so it is applied after the product, from squares that were added up meanwhile. For several rows a
-matrix product is more than reading its weights, and the libraries do it better: there only `_mixer_inputs` and `attend` serve.
+A norm is a single factor, so it is applied after the product, from squares that were added up meanwhile. No kernel of a step
+writes weights, so a program loads its first ones before `hand_over`, while the kernel in front still runs; whatever wrote them
+earlier has ended, since a step begins with the embedding, an ordinary kernel. For several rows a matrix product is more than
+reading its weights, and the libraries do it better: there only `_mixer_inputs`, `attend` and `add_rms_norm` serve.
 """
 
 import torch
@@ -24,11 +26,19 @@ try:
 except ImportError as error:  # modeling_loglinear.py catches this and does without
     raise ImportError("The kernels of a decoding step need the package `triton`.") from error
 
-from .fused_loglinear import softplus
-from .triton_loglinear import DTYPES, MERGE_COLUMNS, are_sizes_supported, attend, merge_oldest_chunk
+from .fused_loglinear import add_rms_norm, softplus
+from .triton_loglinear import (
+    DTYPES,
+    MERGE_COLUMNS,
+    are_sizes_supported,
+    attend,
+    early_launch,
+    hand_over,
+    merge_oldest_chunk,
+)
 
 TILE = 4  # outputs of a product that one program computes: few, so that all processors read
-MOST_COLUMNS = 1024  # of a weight matrix that it reads at a time
+MOST_COLUMNS = 512  # of a weight matrix that it reads at a time
 
 
 # ------------------------------------------------------------------------------------------------------ inside kernels
@@ -41,16 +51,15 @@ def _columns(x, k, D: tl.constexpr):
 
 
 @triton.jit
-def _multiply(weight, x, out, k, OUT: tl.constexpr, D: tl.constexpr):
-    """The tile (out, k) of weight [OUT, D], each row times x [len(k)]."""
-    w = tl.load(weight + out[:, None].to(tl.int64) * D + k[None, :], (out < OUT)[:, None] & (k < D)[None, :], 0)
-    return w.to(tl.float32) * x[None, :]
+def _tile(weight, out, k, OUT: tl.constexpr, D: tl.constexpr):
+    """weight [OUT, D] at the rows `out` and the columns k."""
+    return tl.load(weight + out[:, None].to(tl.int64) * D + k[None, :], (out < OUT)[:, None] & (k < D)[None, :], 0)
 
 
 @triton.jit
 def _norm_product(
     x, norm, weight, out, eps,
-    D: tl.constexpr, GROUPS: tl.constexpr, OUT: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    D: tl.constexpr, GROUPS: tl.constexpr, OUT: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Rows `out` of weight [OUT, D] times rms_norm(x [D]), the norm over each of GROUPS parts of D: [TILE]."""
     WIDTH: tl.constexpr = D // GROUPS
@@ -62,9 +71,12 @@ def _norm_product(
             k = start + tl.arange(0, BLOCK)
             if GROUPS > 1:
                 k = tl.where(k < WIDTH, group * WIDTH + k, D)  # D: no column of this group
+            w, scale = _tile(weight, out, k, OUT, D), _columns(norm, k, D)
+            if group == 0 and start == 0:
+                hand_over(EARLY)
             h = _columns(x, k, D)
             squares += h * h
-            acc += _multiply(weight, h * _columns(norm, k, D), out, k, OUT, D)
+            acc += w * (h * scale)[None, :]
         total += tl.sum(acc, 1) * tl.rsqrt(tl.sum(squares) / WIDTH + eps)
     return total
 
@@ -99,7 +111,7 @@ def _convolved(inputs, ring, weight, bias, channel, now, CONV_DIM: tl.constexpr,
 @triton.jit
 def _norm_projections(
     x, norm, weight, bias, lambda_weight, projected, levels, eps,
-    D: tl.constexpr, OUT: tl.constexpr, LEVELS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    D: tl.constexpr, OUT: tl.constexpr, LEVELS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """rms_norm(x) times in_proj and times lambda_proj.
 
@@ -109,10 +121,12 @@ def _norm_projections(
     tiles: tl.constexpr = (OUT + TILE - 1) // TILE
     if tl.program_id(0) < tiles:
         out = tl.program_id(0) * TILE + tl.arange(0, TILE)
-        _store(projected, _norm_product(x, norm, weight, out, eps, D, 1, OUT, TILE, BLOCK), bias, None, out, OUT)
+        values = _norm_product(x, norm, weight, out, eps, D, 1, OUT, TILE, BLOCK, EARLY)
+        _store(projected, values, bias, None, out, OUT)
     elif lambda_weight is not None:
         out = (tl.program_id(0) - tiles) * TILE + tl.arange(0, TILE)
-        _store(levels, _norm_product(x, norm, lambda_weight, out, eps, D, 1, LEVELS, TILE, BLOCK), None, None, out, LEVELS)
+        values = _norm_product(x, norm, lambda_weight, out, eps, D, 1, LEVELS, TILE, BLOCK, EARLY)
+        _store(levels, values, None, None, out, LEVELS)
 
 
 @triton.jit
@@ -121,6 +135,7 @@ def _mixer_inputs(
     tail_log_decay, state_levels, merged, lengths, query, key, values, value, log_decay, weights, low, high, kept,
     H: tl.constexpr, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, L: tl.constexpr, C: tl.constexpr,
     KERNEL: tl.constexpr, MODE: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_2L: tl.constexpr, BLOCK_P: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """What attention reads, from what in_proj and lambda_proj give; merges the tail's oldest chunk where the tail is full.
 
@@ -128,6 +143,7 @@ def _mixer_inputs(
     the first head of a group also its key and query. Writes the same part of query, key [B, G, N], values, value [B, H, P],
     log_decay [B, H], weights [B, H, L] and the token's slot of ring, which no program reads.
     """
+    hand_over(EARLY)
     batch, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     now, chunk = tl.load(lengths + batch), tl.load(merged + batch)
     if now == (chunk + 2) * C:
@@ -180,20 +196,20 @@ def _mixer_inputs(
 @triton.jit
 def _norm_linear_add(
     x, norm, weight, bias, residual, y, eps,
-    D: tl.constexpr, GROUPS: tl.constexpr, OUT: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    D: tl.constexpr, GROUPS: tl.constexpr, OUT: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """y = residual + weight @ rms_norm(x) + bias, the norm over each of GROUPS parts of D.
 
     Grid (tiles of OUT,). Reads x, norm [D], a tile of weight [OUT, D], of bias and of residual [OUT]; writes a tile of y [OUT].
     """
     out = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    _store(y, _norm_product(x, norm, weight, out, eps, D, GROUPS, OUT, TILE, BLOCK), bias, residual, out, OUT)
+    _store(y, _norm_product(x, norm, weight, out, eps, D, GROUPS, OUT, TILE, BLOCK, EARLY), bias, residual, out, OUT)
 
 
 @triton.jit
 def _norm_mlp(
     x, norm, gate_weight, up_weight, y, eps,
-    D: tl.constexpr, OUT: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    D: tl.constexpr, OUT: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """y = silu(gate_weight @ h) * (up_weight @ h) with h = rms_norm(x).
 
@@ -204,18 +220,23 @@ def _norm_mlp(
     squares = tl.zeros((BLOCK,), tl.float32)
     for start in tl.static_range(0, D, BLOCK):
         k = start + tl.arange(0, BLOCK)
+        gate_w, up_w, scale = _tile(gate_weight, out, k, OUT, D), _tile(up_weight, out, k, OUT, D), _columns(norm, k, D)
+        if start == 0:
+            hand_over(EARLY)
         h = _columns(x, k, D)
         squares += h * h
-        h *= _columns(norm, k, D)
-        gates += _multiply(gate_weight, h, out, k, OUT, D)
-        ups += _multiply(up_weight, h, out, k, OUT, D)
+        gates += gate_w * (h * scale)[None, :]
+        ups += up_w * (h * scale)[None, :]
     factor = tl.rsqrt(tl.sum(squares) / D + eps)
     gate = tl.sum(gates, 1) * factor
     _store(y, gate * tl.sigmoid(gate) * tl.sum(ups, 1) * factor, None, None, out, OUT)
 
 
 @triton.jit
-def _linear_add(x, weight, residual, y, D: tl.constexpr, OUT: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr):
+def _linear_add(
+    x, weight, residual, y,
+    D: tl.constexpr, OUT: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """y = residual + weight @ x.
 
     Grid (tiles of OUT,). Reads x [D], a tile of weight [OUT, D] and of residual [OUT]; writes a tile of y [OUT].
@@ -224,7 +245,10 @@ def _linear_add(x, weight, residual, y, D: tl.constexpr, OUT: tl.constexpr, TILE
     acc = tl.zeros((TILE, BLOCK), tl.float32)
     for start in tl.static_range(0, D, BLOCK):
         k = start + tl.arange(0, BLOCK)
-        acc += _multiply(weight, _columns(x, k, D), out, k, OUT, D)
+        w = _tile(weight, out, k, OUT, D)
+        if start == 0:
+            hand_over(EARLY)
+        acc += w * _columns(x, k, D)[None, :]
     _store(y, tl.sum(acc, 1), None, residual, out, OUT)
 
 
@@ -262,8 +286,11 @@ def block_step(block, hidden_states, cache_layer):
         if len(x) == 1:
             x = _mixer_of_row(block.mixer, block.norm, x.contiguous(), cache_layer)
             return _mlp_of_row(block.mlp, block.mlp_norm, x) if block.has_mlp else x
-        x = x + _mixer_of_rows(block.mixer, block.norm(x), cache_layer)
-        return x + block.mlp(block.mlp_norm(x)) if block.has_mlp else x
+        mixed = _mixer_of_rows(block.mixer, block.norm(x), cache_layer)
+        if not block.has_mlp:
+            return x + mixed
+        x, normed = add_rms_norm(x, mixed, block.mlp_norm.weight, block.mlp_norm.variance_epsilon)
+        return x + block.mlp(normed)
 
 
 def _mixer_of_rows(mixer, x, cache_layer):
@@ -291,6 +318,7 @@ def _inputs(mixer, projected, levels, cache_layer):
         weights, *mixer.time_step_limit, state.levels.shape[1],
         H=H, G=G, N=N, P=P, L=L, C=mixer.chunk_size, KERNEL=mixer.conv_kernel, MODE=mixer.lambda_mode,
         BLOCK_L=triton.next_power_of_2(L), BLOCK_2L=triton.next_power_of_2(2 * L), BLOCK_P=min(P, MERGE_COLUMNS),
+        **early_launch(projected.device),
     )  # fmt: skip
     return values, query, key, value, log_decay, weights
 
@@ -298,7 +326,8 @@ def _inputs(mixer, projected, levels, cache_layer):
 def _sizes(weight):
     """OUT and D of a weight matrix, and what one program takes of it."""
     OUT, D = weight.shape
-    return {"OUT": OUT, "D": D, "TILE": TILE, "BLOCK": min(MOST_COLUMNS, triton.next_power_of_2(D))}
+    block = min(MOST_COLUMNS, triton.next_power_of_2(D))
+    return {"OUT": OUT, "D": D, "TILE": TILE, "BLOCK": block, **early_launch(weight.device)}
 
 
 def _tiles(size):

@@ -25,6 +25,7 @@ decay, which flows down the tree beside the node gradients.
 `first`. A slot is then the chunk's absolute index less `first`; a node that ends before `first` is an initial one.
 """
 
+import functools
 import hashlib
 from pathlib import Path
 from typing import NamedTuple, Optional
@@ -74,6 +75,17 @@ class Grouping(NamedTuple):
 
 
 # ------------------------------------------------------------------------------------------------------ inside kernels
+
+
+@triton.jit
+def hand_over(EARLY: tl.constexpr):
+    """Lets the kernel behind start and waits for the one in front: what follows reads and writes as in any other kernel.
+
+    For launches with `early_launch`. Every program must call it, before its first access to what a kernel in front writes.
+    """
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
@@ -800,9 +812,10 @@ def merge_oldest_chunk(
 @triton.jit
 def _merge_tail(
     key, value, log_decay, levels, merged, lengths, active, H, heads_per_group, K,
-    N: tl.constexpr, P: tl.constexpr, C: tl.constexpr, BLOCK_P: tl.constexpr,
+    N: tl.constexpr, P: tl.constexpr, C: tl.constexpr, BLOCK_P: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """`merge_oldest_chunk` where the tail is full; else returns at once. Grid (B, H, P / BLOCK_P)."""
+    hand_over(EARLY)
     batch, head = tl.program_id(0), tl.program_id(1)
     chunk = tl.load(merged + batch)
     full = tl.load(lengths + batch) == (chunk + 2) * C
@@ -818,6 +831,7 @@ def _decode(
     query, key, value, log_decay, weights, tail_key, tail_value, tail_decay, levels, merged, lengths, active, gate, values,
     skip, output, q_row, q_group, k_row, k_group, v_row, v_head, g_row, g_head, w_row, w_head, gate_row, H, heads_per_group, L,
     K: tl.constexpr, N: tl.constexpr, P: tl.constexpr, C: tl.constexpr, LOG_C: tl.constexpr, BLOCK_P: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """One token per row: attention over the tail and the occupied levels; the token is written into the tail's free slot.
 
@@ -826,6 +840,7 @@ def _decode(
     program reads. The counters are those before `_merge_tail`, which this repeats. With a gate [B, H * P in front] the output
     is (output + skip [H] * values [B, H, P]) * silu(gate).
     """
+    hand_over(EARLY)
     batch, head = tl.program_id(0), tl.program_id(1)
     p = tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P)
     out_at = (batch.to(tl.int64) * H + head) * P + p
@@ -1295,6 +1310,16 @@ def tree_attention(
     return output, None if final_chunk is None else levels
 
 
+@functools.cache
+def early_launch(device):
+    """Options for launching a kernel that calls `hand_over`: the GPU places it while the kernel in front still runs.
+
+    CUDA's programmatic dependent launch, from Hopper on; it hides the time between two kernels.
+    """
+    able = device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+    return {"EARLY": True, "launch_pdl": True} if able and not INTERPRETED else {"EARLY": False}
+
+
 def _launch_step(
     query, key, value, log_decay, level_weights, tail_key, tail_value, tail_log_decay, levels, merged_chunks, lengths, active
 ):  # fmt: skip
@@ -1303,7 +1328,7 @@ def _launch_step(
     with torch.cuda.device_of(query):
         _merge_tail[len(query), H, P // block_p](
             tail_key, tail_value, tail_log_decay, levels, merged_chunks, lengths, active, H, H // query.shape[1], K,
-            N=N, P=P, C=C, BLOCK_P=block_p, num_warps=8,
+            N=N, P=P, C=C, BLOCK_P=block_p, **early_launch(query.device), num_warps=8,
         )  # fmt: skip
         return attend(
             query, key, value, log_decay, level_weights, tail_key, tail_value, tail_log_decay, levels, merged_chunks, lengths,
@@ -1331,7 +1356,7 @@ def attend(
     _decode[B, H, P // block_p](
         query, key, value, log_decay, level_weights, tail_key, tail_value, tail_log_decay, levels, merged_chunks, lengths,
         active, gate, values, skip, output, *strides, 0 if gate is None else gate.stride(0), H, H // G, level_weights.shape[-1],
-        K=K, N=N, P=P, C=C, LOG_C=C.bit_length() - 1, BLOCK_P=block_p, num_warps=8, maxnreg=128,
+        K=K, N=N, P=P, C=C, LOG_C=C.bit_length() - 1, BLOCK_P=block_p, **early_launch(query.device), num_warps=8, maxnreg=168,
     )  # fmt: skip
     return output
 

@@ -37,6 +37,17 @@ def test_rms_norm():
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_add_rms_norm(dtype):
+    """A sum that keeps the dtype of its first part, and the norm of the sum as it was stored."""
+    weight, x, added = random(200).bfloat16(), random(B, 1, 200, seed=1).to(dtype), random(B, 1, 200, seed=2).bfloat16()
+    total, normed = fused.add_rms_norm(x, added, weight, 1e-5)
+    assert total.dtype == dtype and normed.dtype == torch.bfloat16
+    torch.testing.assert_close(total, x + added)  # the interpreter rounds bfloat16 in another way
+    torch.testing.assert_close(normed, fused.rms_norm(total, weight, 1e-5), rtol=0, atol=0)
+
+
+@torch.no_grad()
 def test_silu_product():
     """Sizes that fill no block, and slices of one projection."""
     x = random(B, T, 90)

@@ -1,6 +1,7 @@
 """The kernels of a decoding step against the modules they stand for: on a GPU compiled, elsewhere in Triton's interpreter."""
 
 import copy
+import sys
 from functools import partial
 
 import pytest
@@ -97,6 +98,27 @@ def test_half_precision(dtype):
         model.backbone.embeddings.weight.mul_(500)
     for lengths in ([4 * CHUNK - 2], [2, 4 * CHUNK - 2]):
         assert_same_steps(model, lengths, 4, rtol=5e-2, atol=5e-2)
+
+
+@needs_gpu
+@torch.no_grad()
+@pytest.mark.parametrize("rows", [1, 2])
+def test_early_launches_change_nothing(monkeypatch, rows):
+    """Kernels that start while the one in front still runs give, bit for bit, what they give one after the other: 200 replayed
+    steps, merges of chunks among them."""
+    model = small_model(torch.bfloat16, hidden_size=512, num_heads=16, head_dim=64, state_size=64, mlp_intermediate_size=1024)
+    ids = tokens(rows, 200)
+
+    def logits():
+        cache = FenwickCache(model.config)
+        model(tokens(rows, 70), cache=cache)
+        with model.replaying():
+            return torch.cat([model(token, cache=cache).logits.clone() for token in ids.split(1, 1)], 1)
+
+    early = logits()
+    for module in (step, sys.modules["modeling_loglinear.triton_loglinear"]):
+        monkeypatch.setattr(module, "early_launch", lambda device: {"EARLY": False})
+    assert torch.equal(early, logits())
 
 
 def test_replaced_modules_are_left_alone():
