@@ -164,10 +164,11 @@ def loglinear_attention_step(query, key, value, log_decay, level_weights, state,
         The output, `[B, H, P]`; 0 in rows that are not active.
     """
     chunk_size = state.key.shape[1] // 2
+    if _use_triton(backend, query, value, level_weights, chunk_size):
+        active = None if positions is None else positions.active
+        return triton_decode_step(query, key, value, log_decay, level_weights, state, active)
     if positions is None:
         positions = StepPositions(state.lengths, state.merged_chunks, chunk_size)
-    if _use_triton(backend, query, value, level_weights, chunk_size):
-        return triton_decode_step(query, key, value, log_decay, level_weights, state, positions.active)
     return _torch_decode_step(query, key, value, log_decay, level_weights, state, positions)
 
 

@@ -979,6 +979,15 @@ class _Call:
             heads //= 2
         return heads
 
+    def warps(self, usual):
+        """Warps per program of a kernel with products.
+
+        Two are too few for `wgmma`. That is wanted where a tile is narrower than 128 bytes: for some of these, ptxas 12.8 (in
+        Triton 3.6) puts an address where a descriptor's stride belongs, and the product reads from somewhere else.
+        """
+        narrow = min(self.N, self.P) * self.dtype.itemsize < 128 or self.C < 32
+        return 2 if narrow else usual
+
     def registers(self, most):
         """A cap of registers per thread, so that more programs run at a time; tiles of float32 would spill under it."""
         return most if self.dtype == torch.bfloat16 else None
@@ -999,8 +1008,8 @@ class _Call:
         heads = self.heads_per_program(2048) if self.dtype == torch.bfloat16 else 1  # four tiles of float32 keys do not fit
         _chunk_states[(self.grouping(2).count, H // heads, self.N // block_n * (self.P // block_p))](
             self.key, self.value, to_end, decay, nodes, self.layout, self.grouping(2), *_strides(self.key),
-            *_strides(self.value), H, H // self.G, heads, BLOCK_N=block_n, BLOCK_P=block_p, num_warps=8,
-            maxnreg=self.registers(128), **self.sizes,
+            *_strides(self.value), H, H // self.G, heads, BLOCK_N=block_n, BLOCK_P=block_p,
+            num_warps=self.warps(8), maxnreg=self.registers(128), **self.sizes,
         )  # fmt: skip
         tile = min(self.N * self.P, MERGE_TILE // 2)  # eight of them are held at a time
         for level in range(2, self.depth - 1, MERGE_DEPTH):
@@ -1023,7 +1032,7 @@ class _Call:
             self.query, self.key, self.value, self.weights, cum, decay, nodes, output, self.layout, self.grouping(0),
             *_strides(self.query), *_strides(self.key), *_strides(self.value), *_strides(self.weights),
             self.H, self.H // self.G, heads, self.L, LOG_C=self.log_c,
-            maxnreg=self.registers(168) if self.P <= 64 else None, **self.sizes,
+            num_warps=self.warps(4), maxnreg=self.registers(168) if self.P <= 64 else None, **self.sizes,
         )  # fmt: skip
         if self.last is None:
             return output, self.log_decay.new_empty(0)
@@ -1078,7 +1087,7 @@ class _Call:
             self.query, self.key, self.value, self.weights, d_output, cum, decay, nodes, parts, d_weights, row_sums, read_sums,
             self.layout, self.grouping(0), *_strides(self.query), *_strides(self.key), *_strides(self.value),
             *_strides(self.weights), *_strides(d_output), self.B * self.T, self.H, self.H // self.G, heads, self.L, self.depth,
-            LOG_C=self.log_c, **self.sizes,
+            LOG_C=self.log_c, num_warps=self.warps(4), **self.sizes,
         )  # fmt: skip
         return self._total(parts), d_weights, row_sums, read_sums
 
@@ -1098,7 +1107,8 @@ class _Call:
         _node_gradient[(grouping.count, self.depth, self.H * (self.N // block_n) * (self.P // block_p))](
             query, weights, d_output, cum, decay, read_sums, d_nodes, span, parts, part_spans, self.layout, grouping,
             *_strides(query), *_strides(weights), *_strides(d_output), self.H, self.H // self.G, self.L, self.depth,
-            LOG_C=self.log_c, SEGMENT=SEGMENT, BLOCK_N=block_n, BLOCK_P=block_p, maxnreg=self.registers(128), **self.sizes,
+            LOG_C=self.log_c, SEGMENT=SEGMENT, BLOCK_N=block_n, BLOCK_P=block_p, num_warps=self.warps(4),
+            maxnreg=self.registers(128), **self.sizes,
         )  # fmt: skip
         if above:
             _sum_segments[(grouping.count + self.all_slots - self.layout.slots, self.H, self.tiles)](
@@ -1115,7 +1125,7 @@ class _Call:
             self.query, self.key, self.value, self.weights, d_output, cum, decay, d_nodes, span, row_sums, parts, d_value,
             d_log_decay, self.layout, self.grouping(0), *_strides(self.query), *_strides(self.key), *_strides(self.value),
             *_strides(self.weights), *_strides(d_output), self.B * self.T, self.H, self.H // self.G, heads, self.L, self.tiles,
-            span.stride(0), LOG_C=self.log_c, **self.sizes,
+            span.stride(0), LOG_C=self.log_c, num_warps=self.warps(4), **self.sizes,
         )  # fmt: skip
         return self._total(parts), d_value, d_log_decay
 
@@ -1133,8 +1143,10 @@ def _token_rows(x, dense=True):
 
 def _block_size(dtype, N, P, limit):
     """Tokens per chunk of the kernels: results do not depend on it, so it follows the shared memory that the tiles need."""
-    size = 64 if N * P <= (16384 if dtype == torch.bfloat16 else 8192) else 32
-    return min(size if dtype == torch.bfloat16 or N * P <= 16384 else 16, limit)
+    if dtype == torch.bfloat16:
+        return min(64 if N * P <= 16384 else 32, limit)
+    area = N * max(P, 64)
+    return min(64 if area <= 8192 else 32 if area <= 16384 else 16, limit)
 
 
 # ------------------------------------------------------------------------------------------------------ the operators

@@ -81,6 +81,15 @@ def test_output_and_gradients(shape, dtype):
     check_against_reference(make_inputs(*shape, dtype))
 
 
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("N, P", [(64, 16), (128, 32), (256, 16), (256, 32), (256, 128), (16, 64)])
+def test_narrow_and_large_tiles(N, P, dtype):
+    """Sizes for which a compiled kernel once read outside its shared memory, or needed more than there is."""
+    for H in (1, 2):
+        check_against_reference(make_inputs(2, 340, 1, H, N, P, 10, dtype))
+
+
 @pytest.mark.parametrize("length", [33, 300, 560])
 def test_deep_tree(small_blocks, length):
     """Every path of the tree: two launches of merges, nodes of more chunks than a segment, several spans."""
