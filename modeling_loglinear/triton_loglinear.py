@@ -279,10 +279,10 @@ def _chunk_states(
 
 @triton.jit
 def _initial(nodes, tile, end, level, place, layout, NP: tl.constexpr):
-    """The initial node that takes the place of the node of `level` before the chunk `end`, if it ends before `first`; or 0."""
+    """The initial node of `level`, if there is one and it ends before the chunk `end`; or 0."""
     seq, head, slot, first, last, H = place
     node = _node(end, level, seq, slot, first, layout) * H + head
-    wanted = (end <= first) & ((first >> level) & 1 > 0)
+    wanted = (end == ((first >> level) << level)) & ((first >> level) & 1 > 0)
     return tl.load(nodes + node * NP + tile, mask=wanted, other=0.0).to(tl.float32)
 
 

@@ -157,6 +157,31 @@ def test_states_with_gradients(small_blocks, packed, num_levels):
         assert relative_error(x.grad, y.grad) < 1e-5
 
 
+def test_states_after_many_chunks():
+    """Rows whose states hold several nodes go on until these are part of larger ones; nothing decays much, so every wrong
+    node would show."""
+    merged, more, chunk_size = [3, 7, 12, 14, 15, 21, 24, 28, 30, 31], 9 * 32, 32
+    cuts = [chunk_size * (chunks + 1) + 5 for chunks in merged]
+    rows, longest = len(cuts), max(cuts)
+    inputs = make_inputs(rows, longest + more, 1, 1, 16, 16, 12, mean_decay=-8.0)
+    ours, exact = leaves_of(inputs), leaves_of(inputs, torch.float64)
+    lengths = torch.tensor(cuts, device=DEVICE)
+    options = {"chunk_size": chunk_size, "return_final_state": True}
+    expected, _ = loglinear_attention(*exact, backend="torch", lengths=lengths + more, chunk_size=chunk_size)
+    _, state = loglinear_attention(*(x[:, :longest] for x in ours), lengths=lengths, backend="torch", **options)
+    assert state.merged_chunks.tolist() == merged
+    rest = [torch.stack([x[row, cut : cut + more] for row, cut in enumerate(cuts)]) for x in ours]
+    output, _ = loglinear_attention(*rest, initial_state=state, backend="triton", **options)
+    expected = torch.stack([expected[row, cut : cut + more] for row, cut in enumerate(cuts)])
+    d_output = torch.randn(output.shape, generator=torch.Generator().manual_seed(3)).to(output)
+    output.backward(d_output)
+    expected.backward(d_output.double())
+    for row in range(rows):
+        assert relative_error(output[row], expected[row]) < 1e-5, row
+        for x, y in zip(ours, exact):
+            assert relative_error(x.grad[row], y.grad[row]) < 1e-5, row
+
+
 def test_strong_decay_stays_finite():
     """-100 per token: nothing overflows, nothing becomes NaN, and what remains is the token itself."""
     inputs = make_inputs(1, 100, 1, 1, 16, 16, 8)
