@@ -279,7 +279,7 @@ def _chunk_states(
 
 @triton.jit
 def _initial(nodes, tile, end, level, place, layout, NP: tl.constexpr):
-    """The initial node of `level`, if there is one and it ends before the chunk `end`; or 0."""
+    """The initial node of `level`, if there is one and it ends right before the chunk `end`; or 0."""
     seq, head, slot, first, last, H = place
     node = _node(end, level, seq, slot, first, layout) * H + head
     wanted = (end == ((first >> level) << level)) & ((first >> level) & 1 > 0)
