@@ -170,17 +170,15 @@ def _rows(x):
 
 def rms_norm(x, weight, eps):
     """`weight * x / sqrt(mean(x^2) + eps)` over the last dimension, in the dtype of `weight`."""
-    x = x.contiguous()
-    out = torch.empty(x.shape, dtype=weight.dtype, device=x.device)
-    D = x.shape[-1]
-    _launch(_rms_norm, (x.numel() // D,), x, None, None, weight, out, eps, D, triton.next_power_of_2(D))
-    return out
+    return add_rms_norm(x, None, weight, eps)[1]
 
 
 def add_rms_norm(x, added, weight, eps):
-    """(x + added in the dtype of x, its `rms_norm`)."""
-    x, added = x.contiguous(), added.contiguous()
-    total, out = torch.empty_like(x), torch.empty(x.shape, dtype=weight.dtype, device=x.device)
+    """(x + added in the dtype of x, its `rms_norm`); `added` may be None."""
+    x = total = x.contiguous()
+    if added is not None:
+        added, total = added.contiguous(), torch.empty_like(x)
+    out = torch.empty(x.shape, dtype=weight.dtype, device=x.device)
     D = x.shape[-1]
     _launch(_rms_norm, (x.numel() // D,), x, added, total, weight, out, eps, D, triton.next_power_of_2(D))
     return total, out

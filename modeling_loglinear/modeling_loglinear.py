@@ -46,7 +46,7 @@ try:
     from .fused_loglinear import rms_norm as fused_rms_norm
     from .fused_loglinear import silu_product as fused_silu_product
     from .fused_loglinear import time_step as fused_time_step
-    from .step_loglinear import block_step, can_fuse
+    from .step_loglinear import can_fuse, step_through
 except ImportError:  # Triton is not installed
     fused_convolution = None
 
@@ -94,7 +94,6 @@ class TokenLayout(NamedTuple):
     positions: torch.Tensor | None = None  # [T] position of each packed token in its sequence
     step: StepPositions | None = None  # with a cache: one token per row, to be decoded in place
     span: SpanPositions | None = None  # with a cache: any other number of tokens
-    fused: bool = False  # a step by the kernels of step_loglinear.py
 
 
 def use_fused(x):
@@ -353,8 +352,6 @@ class LogLinearBlock(GradientCheckpointingLayer):
             self.mlp = LogLinearMLP(config)
 
     def forward(self, hidden_states, cache_layer=None, layout: TokenLayout = TokenLayout()):
-        if layout.fused:
-            return block_step(self, hidden_states, cache_layer)
         residual = hidden_states
         if self.residual_in_fp32:
             residual = at_least_float32(residual)
@@ -362,6 +359,13 @@ class LogLinearBlock(GradientCheckpointingLayer):
         if self.has_mlp:
             residual = residual + self.mlp(self.mlp_norm(residual))
         return residual
+
+
+# What a block consists of where nobody has replaced anything.
+PARTS_OF_BLOCK = (
+    LogLinearBlock, LogLinearMixer, LogLinearLambdaHead, LogLinearMLP, LogLinearRMSNorm, LogLinearGatedRMSNorm,
+    nn.Linear, nn.Conv1d, type(ACT2FN["silu"]),
+)  # fmt: skip
 
 
 class LogLinearPreTrainedModel(PreTrainedModel):
@@ -508,7 +512,19 @@ class LogLinearModel(LogLinearPreTrainedModel):
         """
         positions = _packed_positions(cu_seqlens, hidden_states.shape[1])
         step, span = self._cache_positions(cache, padding, hidden_states.device)
-        layout = TokenLayout(padding.lengths, cu_seqlens, positions, step, span, fused)
+        layout = TokenLayout(padding.lengths, cu_seqlens, positions, step, span)
+        if fused:
+            hidden_states = step_through(self.layers, hidden_states, cache.layers)
+        else:
+            hidden_states = self._run_blocks(hidden_states, cache, layout, all_hidden_states)
+        hidden_states = self.norm_f(hidden_states).to(padding.device)  # the layers may live on several
+        if all_hidden_states is not None:
+            all_hidden_states.append(hidden_states)
+        if cache is not None:
+            cache.layers[0].advance(*padding.counts(), hidden_states, step)
+        return hidden_states
+
+    def _run_blocks(self, hidden_states, cache, layout, all_hidden_states):
         # A draft that exits early has a config of fewer blocks.
         for index, block in zip(range(self.config.num_hidden_layers), self.layers):
             if all_hidden_states is not None:
@@ -519,11 +535,6 @@ class LogLinearModel(LogLinearPreTrainedModel):
             hidden_states = block(hidden_states, cache_layer, layout)
             if cache is not None and cache.offloading:
                 cache_layer.offload()
-        hidden_states = self.norm_f(hidden_states).to(padding.device)  # the layers may live on several
-        if all_hidden_states is not None:
-            all_hidden_states.append(hidden_states)
-        if cache is not None:
-            cache.layers[0].advance(*padding.counts(), hidden_states, step)
         return hidden_states
 
     def _embed(self, input_ids):
@@ -788,7 +799,9 @@ class LogLinearForCausalLM(LogLinearPreTrainedModel, GenerationMixin):
         """
         graph = None
         if can_record(self) and self.config.backend in ("auto", "triton"):
-            graph = DecodeGraph(fused=fused_convolution is not None and can_fuse(self.backbone.layers, self.config))
+            graph = DecodeGraph(
+                fused=fused_convolution is not None and can_fuse(self.backbone.layers, self.config, PARTS_OF_BLOCK)
+            )
         token = RUNNING.set(graph)
         try:
             yield

@@ -18,7 +18,6 @@ reading its weights, and the libraries do it better: there only `_mixer_inputs`,
 """
 
 import torch
-from torch import nn
 
 try:
     import triton
@@ -255,42 +254,49 @@ def _linear_add(
 # ------------------------------------------------------------------------------------------------------------ the host
 
 
-def can_fuse(blocks, config) -> bool:
-    """Whether these kernels compute what a step of the blocks does: plain modules of one dtype, as they were defined.
+def can_fuse(blocks, config, parts) -> bool:
+    """Whether these kernels compute what a step of the blocks does: modules of the classes `parts` alone, of one dtype.
 
-    What a library has replaced (adapters, quantised layers) goes its own way, as do other activations and sizes.
+    What a library or a user has replaced (adapters, quantised layers) goes its own way, as do other activations and sizes.
     """
     if config.hidden_act != "silu" or not are_sizes_supported(config.state_size, config.head_dim, config.chunk_size):
         return False
-    return all(_is_plain(block) for block in blocks)
+    modules = [module for block in blocks for module in block.modules()]
+    as_defined = all(type(module) in parts and "forward" not in vars(module) for module in modules)
+    return as_defined and all(map(_is_plain, blocks))
 
 
 def _is_plain(block):
-    mixer = block.mixer
-    linears, norms = [mixer.in_proj, mixer.out_proj], [block.norm, mixer.norm]
-    if mixer.lambda_mode != "fixed":
-        linears.append(mixer.lambda_proj)
-    if block.has_mlp:
-        linears += [block.mlp.gate_proj, block.mlp.up_proj, block.mlp.down_proj]
-        norms.append(block.mlp_norm)
-    weights = [module.weight for module in (*linears, *norms, mixer.conv1d)]
-    plain = type(mixer.conv1d) is nn.Conv1d and all(type(linear) is nn.Linear for linear in linears)
+    weights = [module.weight for module in block.modules() if hasattr(module, "weight")]
     alike = all((w.dtype, w.device) == (weights[0].dtype, weights[0].device) and w.is_contiguous() for w in weights)
-    return plain and alike and weights[0].dtype in DTYPES and not torch.is_autocast_enabled(weights[0].device.type)
+    return alike and weights[0].dtype in DTYPES and not torch.is_autocast_enabled(weights[0].device.type)
 
 
-def block_step(block, hidden_states, cache_layer):
-    """One token per row through a `LogLinearBlock`, hidden_states [B, 1, D] -> [B, 1, D]; writes to `cache_layer` in place."""
-    x = hidden_states.float() if block.residual_in_fp32 else hidden_states
+def step_through(blocks, hidden_states, cache_layers):
+    """One token per row through some `LogLinearBlock`s, [B, 1, D] -> [B, 1, D]; writes to the layers of the cache in place."""
+    x = hidden_states.float() if blocks[0].residual_in_fp32 else hidden_states
     with torch.cuda.device_of(x):  # Triton launches on the current device, which need not be the tensors'
-        if len(x) == 1:
-            x = _mixer_of_row(block.mixer, block.norm, x.contiguous(), cache_layer)
-            return _mlp_of_row(block.mlp, block.mlp_norm, x) if block.has_mlp else x
-        mixed = _mixer_of_rows(block.mixer, block.norm(x), cache_layer)
-        if not block.has_mlp:
-            return x + mixed
-        x, normed = add_rms_norm(x, mixed, block.mlp_norm.weight, block.mlp_norm.variance_epsilon)
-        return x + block.mlp(normed)
+        return (_row_through if len(x) == 1 else _rows_through)(blocks, x.contiguous(), cache_layers)
+
+
+def _row_through(blocks, x, cache_layers):
+    for block, cache_layer in zip(blocks, cache_layers):
+        x = _mixer_of_row(block.mixer, block.norm, x, cache_layer)
+        if block.has_mlp:
+            x = _mlp_of_row(block.mlp, block.mlp_norm, x)
+    return x
+
+
+def _rows_through(blocks, x, cache_layers):
+    """What a block adds waits for the next norm, which reads it anyway."""
+    added = None
+    for block, cache_layer in zip(blocks, cache_layers):
+        x, normed = add_rms_norm(x, added, block.norm.weight, block.norm.variance_epsilon)
+        added = _mixer_of_rows(block.mixer, normed, cache_layer)
+        if block.has_mlp:
+            x, normed = add_rms_norm(x, added, block.mlp_norm.weight, block.mlp_norm.variance_epsilon)
+            added = block.mlp(normed)
+    return x + added
 
 
 def _mixer_of_rows(mixer, x, cache_layer):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from modeling_loglinear import FenwickCache, LogLinearConfig, LogLinearForCausalLM
-from modeling_loglinear.modeling_loglinear import _Padding
+from modeling_loglinear.modeling_loglinear import PARTS_OF_BLOCK, _Padding
 
 step = pytest.importorskip("modeling_loglinear.step_loglinear", reason="Triton is not installed")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -125,22 +125,25 @@ def test_replaced_modules_are_left_alone():
     """Adapters, quantised layers, mixed dtypes, other activations and sizes take the ordinary way."""
     model = small_model(mlp_intermediate_size=40, num_hidden_layers=2)
     layers, config = model.backbone.layers, model.config
-    assert step.can_fuse(layers, config)
+    assert step.can_fuse(layers, config, PARTS_OF_BLOCK)
 
     def refused(change):
         other = copy.deepcopy(model)
         change(other.backbone.layers[1])
-        return not step.can_fuse(other.backbone.layers, config)
+        return not step.can_fuse(other.backbone.layers, config, PARTS_OF_BLOCK)
 
     class Adapter(nn.Linear):
         pass
 
     assert refused(lambda block: setattr(block.mixer, "out_proj", Adapter(64, 32)))
     assert refused(lambda block: setattr(block.mlp, "up_proj", Adapter(32, 40, bias=False)))
+    assert refused(lambda block: setattr(block, "mlp", nn.Sequential(nn.Linear(32, 32))))
+    assert refused(lambda block: setattr(block, "norm", nn.Identity()))
+    assert refused(lambda block: setattr(block.mlp, "forward", lambda x: x))
     assert refused(lambda block: block.mixer.in_proj.half())
     assert refused(lambda block: nn.utils.parametrizations.weight_norm(block.mixer.lambda_proj))
     with torch.autocast(DEVICE, torch.bfloat16):
-        assert not step.can_fuse(layers, config)
+        assert not step.can_fuse(layers, config, PARTS_OF_BLOCK)
     for kwargs in ({"hidden_act": "gelu"}, {"state_size": 20}, {"head_dim": 8, "num_heads": 8}):
         other = small_model(**kwargs)
-        assert not step.can_fuse(other.backbone.layers, other.config)
+        assert not step.can_fuse(other.backbone.layers, other.config, PARTS_OF_BLOCK)
