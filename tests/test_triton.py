@@ -1,11 +1,13 @@
 """The Triton kernels against the O(T^2) definition in float64: on a GPU compiled, elsewhere in Triton's interpreter."""
 
 import importlib.util
+import random
 import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from modeling_loglinear.attention_loglinear import (
@@ -21,6 +23,7 @@ triton_loglinear = pytest.importorskip("modeling_loglinear.triton_loglinear", re
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+NAMES = "output", "query", "key", "value", "log_decay", "level_weights"
 DTYPES = [dtype for dtype in TOLERANCE if ON_GPU or dtype != torch.bfloat16]  # the interpreter's bfloat16 dots are wrong
 
 
@@ -54,13 +57,36 @@ def check_against_reference(inputs, **options):
     ours, exact = leaves_of(inputs), leaves_of(inputs, torch.float64)
     output, _ = loglinear_attention(*ours, backend="triton", **options)
     expected, _ = loglinear_attention(*exact, backend="reference", **options)
+    assert_close_with_gradients(output, ours, expected, exact)
+
+
+def assert_close_with_gradients(output, ours, expected, exact):
+    """`output` of the leaves `ours` and the gradients of these, against `expected` of the leaves `exact`."""
     d_output = torch.randn(output.shape, generator=torch.Generator().manual_seed(9)).to(output)
     output.backward(d_output)
     expected.backward(d_output.double())
-    tolerance = TOLERANCE[inputs[0].dtype]
+    tolerance = TOLERANCE[ours[0].dtype]
     assert relative_error(output, expected) < tolerance
-    for name, x, y in zip(("query", "key", "value", "log_decay", "level_weights"), ours, exact):
+    for name, x, y in zip(NAMES[1:], ours, exact):
         assert relative_error(x.grad, y.grad) < tolerance, name
+
+
+def in_two_pieces(inputs, cuts, tokens, packed, chunk_size):
+    """Every row up to its token `cuts`, then with the state of that up to `tokens`: the outputs of all rows in one list."""
+    state, outputs = None, []
+    for starts, stops in (([0] * len(cuts), cuts), (cuts, tokens)):
+        counts = torch.tensor([stop - start for start, stop in zip(starts, stops)], device=DEVICE)
+        options = {"chunk_size": chunk_size, "initial_state": state, "return_final_state": True, "backend": "triton"}
+        cut = [[x[row, a:b] for row, (a, b) in enumerate(zip(starts, stops))] for x in inputs]
+        if packed:
+            borders = F.pad(counts.cumsum(0), (1, 0)).int()
+            output, state = loglinear_attention(*(torch.cat(rows)[None] for rows in cut), cu_seqlens=borders, **options)
+            outputs.append(output[0].split(counts.tolist()))
+        else:
+            padded = [torch.nn.utils.rnn.pad_sequence(rows, batch_first=True) for rows in cut]
+            output, state = loglinear_attention(*padded, lengths=counts, **options)
+            outputs.append([row[:count] for row, count in zip(output, counts.tolist())])
+    return torch.cat([piece for row in zip(*outputs) for piece in row])
 
 
 @pytest.fixture
@@ -130,31 +156,10 @@ def test_states_with_gradients(small_blocks, packed, num_levels):
     tokens, cuts = [150, 230], [70, 97]
     inputs = make_inputs(2, 230, 1, 1, 16, 16, num_levels)
     ours, exact = leaves_of(inputs), leaves_of(inputs, torch.float64)
-    lengths = torch.tensor(tokens, device=DEVICE)
-    expected, _ = loglinear_attention(*exact, backend="reference", lengths=lengths)
-
-    def piece(starts, stops, state):
-        counts = torch.tensor([stop - start for start, stop in zip(starts, stops)], device=DEVICE)
-        options = {"chunk_size": 32, "initial_state": state, "return_final_state": True, "backend": "triton"}
-        cut = [[x[row, a:b] for row, (a, b) in enumerate(zip(starts, stops))] for x in ours]
-        if packed:
-            borders = F.pad(counts.cumsum(0), (1, 0)).int()
-            output, state = loglinear_attention(*(torch.cat(rows)[None] for rows in cut), cu_seqlens=borders, **options)
-            return output[0].split(counts.tolist()), state
-        padded = [torch.nn.utils.rnn.pad_sequence(rows, batch_first=True) for rows in cut]
-        output, state = loglinear_attention(*padded, lengths=counts, **options)
-        return [row[:count] for row, count in zip(output, counts.tolist())], state
-
-    first, state = piece([0, 0], cuts, None)
-    second, _ = piece(cuts, tokens, state)
-    output = torch.cat([x for pair in zip(first, second) for x in pair])
+    expected, _ = loglinear_attention(*exact, backend="reference", lengths=torch.tensor(tokens, device=DEVICE))
+    output = in_two_pieces(ours, cuts, tokens, packed, chunk_size=32)
     expected = torch.cat([expected[row, :count] for row, count in enumerate(tokens)])
-    d_output = torch.randn(output.shape, generator=torch.Generator().manual_seed(3)).to(output)
-    output.backward(d_output)
-    expected.backward(d_output.double())
-    assert relative_error(output, expected) < 1e-5
-    for x, y in zip(ours, exact):
-        assert relative_error(x.grad, y.grad) < 1e-5
+    assert_close_with_gradients(output, ours, expected, exact)
 
 
 def test_states_after_many_chunks():
@@ -180,6 +185,121 @@ def test_states_after_many_chunks():
         assert relative_error(output[row], expected[row]) < 1e-5, row
         for x, y in zip(ours, exact):
             assert relative_error(x.grad[row], y.grad[row]) < 1e-5, row
+
+
+class GuardedMemory(TorchFunctionMode):
+    """Gives every new tensor a NaN in each element and guard bands on both sides.
+
+    So what is read before it is written spoils the result, and `assert_untouched` finds what was written outside.
+    """
+
+    GUARD = 512  # elements: keeps every alignment that an allocation has
+    NAMES = "empty", "zeros", "empty_like", "zeros_like", "new_empty", "new_zeros"
+
+    def __init__(self):
+        super().__init__()
+        self.buffers = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **kwargs or {})
+        if getattr(function, "__name__", None) not in self.NAMES or not made.is_floating_point() or not made.numel():
+            return made
+        assert made.is_contiguous()
+        size, guard = made.numel(), self.GUARD
+        buffer = made.new_full((size + 2 * guard,), torch.nan)
+        self.buffers.append(buffer)
+        inside = buffer[guard : guard + size].view(made.shape)
+        return inside.zero_() if "zeros" in function.__name__ else inside
+
+    def of(self, x):
+        """A copy of x between guard bands."""
+        with self:
+            return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
+
+    def assert_untouched(self):
+        for buffer in self.buffers:
+            assert buffer[: self.GUARD].isnan().all() and buffer[-self.GUARD :].isnan().all()
+
+
+def random_case(number, longest, sizes, levels):
+    """(inputs, form, lengths, chunk size) of a random call: tokens and levels up to these, N and P of `sizes`."""
+    draw = random.Random(number)
+    dtype = DTYPES[number % len(DTYPES)]
+    form = ("dense", "ragged", "packed", "pieces", "packed pieces")[number // len(DTYPES) % 5]
+    B, T = draw.randint(1, 3), round(longest ** draw.random())
+    G = draw.choice([1, 1, 2, 3])
+    H, N, P = G * draw.choice([1, 2, 4]), draw.choice(sizes), draw.choice([size for size in sizes if size <= 128])
+    inputs = make_inputs(B, T, G, H, N, P, draw.randint(1, levels), dtype, seed=number, mean_decay=draw.choice([-5.0, -2.0, 1.0]))
+    lengths = [T, *(draw.randint(0, T) for _ in range(B - 1))]
+    return inputs, form, lengths, draw.choice([32, 64, 128])
+
+
+def check_random_case(number, *limits):
+    """Output and gradients of a random call within guarded memory: close to the reference, and the same bits again."""
+    inputs, form, lengths, chunk_size = random_case(number, *limits)
+    counts, options = torch.tensor(lengths, device=DEVICE), {"chunk_size": chunk_size}
+    if form == "packed":
+        inputs = [torch.cat([row[:count] for row, count in zip(x, lengths)])[None] for x in inputs]
+        options["cu_seqlens"] = F.pad(counts.cumsum(0), (1, 0)).int()
+    elif form != "dense":
+        options["lengths"] = counts
+    cuts = [random.Random(number).randint(0, count) for count in lengths]
+
+    def run(x):
+        if "pieces" in form:
+            return in_two_pieces(x, cuts, lengths, form.startswith("packed"), chunk_size)
+        return loglinear_attention(*x, backend="triton", **options)[0]
+
+    exact = leaves_of(inputs, torch.float64)
+    expected, _ = loglinear_attention(*exact, backend="reference", **options)
+    if "pieces" in form:
+        expected = torch.cat([row[:count] for row, count in zip(expected, lengths)])
+    memory, runs = GuardedMemory(), []
+    for _ in range(2):
+        ours = [memory.of(x).requires_grad_() for x in inputs]
+        with memory:
+            output = run(ours)
+            allocated = len(memory.buffers)
+            d_output = torch.randn(output.shape, generator=torch.Generator().manual_seed(9)).to(output)
+            output.backward(memory.of(d_output))
+        assert len(memory.buffers) > allocated  # the mode also sees what autograd's own thread allocates
+        runs.append([output, *(x.grad for x in ours)])
+    memory.assert_untouched()
+    expected.backward(d_output.double())
+    tolerance = TOLERANCE[inputs[0].dtype]
+    for name, actual, again, truth in zip(NAMES, *runs, [expected, *(x.grad for x in exact)]):
+        assert torch.equal(actual, again), name
+        assert relative_error(actual, truth) < tolerance, name
+
+
+@pytest.mark.parametrize("number", range(10))
+def test_random_shapes(small_blocks, number):
+    """Every form of call, short."""
+    check_random_case(number, 60, [16, 32], 9)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("number", range(96))
+def test_random_shapes_compiled(number):
+    """Every form of call, dtype and size, up to 2,000 tokens."""
+    check_random_case(number, 2000, [16, 32, 64, 128, 256], 14)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+def test_a_hundred_runs_are_bit_equal(dtype):
+    """No race: enough chunks for every kernel and more programs than run at a time."""
+    inputs = make_inputs(2, 1500, 1, 8, 64, 64, 12, dtype)
+    first = None
+    for _ in range(100):
+        leaves = leaves_of(inputs)
+        output, _ = loglinear_attention(*leaves, backend="triton", chunk_size=32)
+        output.square().sum().backward()
+        run = [output, *(x.grad for x in leaves)]
+        first = first or run
+        assert all(torch.equal(x, y) for x, y in zip(first, run))
 
 
 def test_strong_decay_stays_finite():
