@@ -229,7 +229,8 @@ def random_case(number, longest, sizes, levels):
     B, T = draw.randint(1, 3), round(longest ** draw.random())
     G = draw.choice([1, 1, 2, 3])
     H, N, P = G * draw.choice([1, 2, 4]), draw.choice(sizes), draw.choice([size for size in sizes if size <= 128])
-    inputs = make_inputs(B, T, G, H, N, P, draw.randint(1, levels), dtype, seed=number, mean_decay=draw.choice([-5.0, -2.0, 1.0]))
+    L, mean_decay = draw.randint(1, levels), draw.choice([-5.0, -2.0, 1.0])
+    inputs = make_inputs(B, T, G, H, N, P, L, dtype, number, mean_decay)
     lengths = [T, *(draw.randint(0, T) for _ in range(B - 1))]
     return inputs, form, lengths, draw.choice([32, 64, 128])
 
