@@ -103,6 +103,7 @@ class FenwickLayer(CacheLayerMixin):
         self.recent: torch.Tensor | None = None  # [B, C] which of the last C columns were real; None: all
         self.hidden_ring: torch.Tensor | None = None  # [B, 2C, D] final hidden states, the newest in the slots of the tail
         self.has_tokens = False
+        self.interrupted = False  # whether only some layers have seen the last tokens
         self.repeated = None  # real tokens of the recorded passes that the last `crop` repeated, for the other layers
 
     @property
@@ -153,8 +154,9 @@ class FenwickLayer(CacheLayerMixin):
             self._initialize(sizes, conv_inputs)
         elif (self.sizes, self.dtype, self.device) != (sizes, conv_inputs.dtype, conv_inputs.device):
             self._refuse(sizes, conv_inputs)
-        if self.started and not torch.compiler.is_compiling() and self._cannot_be_written():
-            self._leave_inference_mode()
+        if self.started and not torch.compiler.is_compiling():
+            self._make_writable()
+        self.leader.interrupted = True  # until `advance`
         if self.record_past and self.record is None:
             # One token is written in place, as is everything that keeps its address.
             self.record = _Record(self, copy=self.keeps_addresses or conv_inputs.shape[1] == 1)
@@ -182,13 +184,13 @@ class FenwickLayer(CacheLayerMixin):
         different = [f"`{name}` is {a} in the cache and {b} here" for name, a, b in zip(names, cached, here) if a != b]
         raise ValueError(f"`cache` does not fit this input: {', '.join(different)}. It comes from another batch or model.")
 
-    def _cannot_be_written(self):
-        """Whether these are tensors of inference mode, outside of it."""
-        return self.conv_ring.is_inference() and not torch.is_inference_mode_enabled()
-
-    def _leave_inference_mode(self):
-        for name, tensor in self.tensors().items():
-            setattr(self, name, self._keep_address(tensor.clone()))
+    def _make_writable(self):
+        """Outside of inference mode, replaces tensors that were made in it."""
+        if torch.is_inference_mode_enabled():
+            return
+        if any(torch.is_tensor(x) and x.is_inference() for x in (self.conv_ring, self.columns)):
+            for name, tensor in self.tensors().items():
+                setattr(self, name, self._keep_address(tensor.clone()))
 
     def conv_window(self, width: int) -> torch.Tensor:
         """The convolution inputs before the next token: [B, width, conv_dim], zeros before the first token."""
@@ -236,7 +238,7 @@ class FenwickLayer(CacheLayerMixin):
         if mask is not None or self.recent is not None:
             self._assign(recent=self._shifted(self.recent, [(columns, mask)]))
         self.count(columns)
-        self.has_tokens = True
+        self.has_tokens, self.interrupted = True, False
 
     def _shifted(self, recent, passes):
         """`recent` [B, C] after more passes, each given by its columns and its mask."""
@@ -299,6 +301,7 @@ class FenwickLayer(CacheLayerMixin):
         self.record = None
         if self.sizes is None:
             return
+        self._make_writable()
         mapped = {name: rows(tensor) for name, tensor in self.tensors().items() if tensor.dim()}
         batch_size = len(mapped["key"])
         if batch_size == self.batch_size:
@@ -310,12 +313,13 @@ class FenwickLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forgets all tokens. A static cache keeps its tensors at their addresses, another one is free for any batch."""
-        self.record, self.has_tokens = None, False
+        self.record, self.has_tokens, self.interrupted = None, False, False
         if self.static:
+            self._make_writable()
             for name, tensor in self.tensors().items():
                 tensor.fill_(name == "recent")
         else:
-            self.sizes, self.columns, self.rolled_back = None, 0, 0
+            self.sizes, self.columns, self.rolled_back, self.keeps_addresses = None, 0, 0, False
             for name in self.tensors():
                 setattr(self, name, None)
 
@@ -358,6 +362,8 @@ class FenwickLayer(CacheLayerMixin):
         if tokens_to_remove > 0:
             raise ValueError(f"`crop` takes minus the number of tokens to remove, but got {int(tokens_to_remove)}.")
         n = -int(tokens_to_remove)
+        if self.sizes is not None:
+            self._make_writable()
         if self.leader is self:
             self._crop_counters(n)
         record, self.record = self.record, None
@@ -392,6 +398,42 @@ class FenwickLayer(CacheLayerMixin):
         else:
             self.columns -= n
             self.rolled_back += n
+
+    def drop_padding(self, past: torch.Tensor) -> None:
+        """Of the leader: takes back the last tokens of rows where `past` has padding instead.
+
+        `generate()` goes on feeding a row that has ended before the others, and the mask of what follows calls that padding.
+
+        Args:
+            past (`torch.Tensor` of shape `[B, columns]`, bool): which columns so far were real.
+
+        Raises:
+            ValueError: if `past` is not what the cache has seen but for the last tokens of some rows, or if these are too many
+                to be taken back; the cache is then unchanged.
+        """
+        past = past.to(self.device)
+        removed = self.lengths - past.sum(1)
+        if not removed.any():
+            return
+        C = self.chunk_size
+        recent = self._all_real(C) if self.recent is None else self.recent
+        wanted = torch.cat([recent[:, : max(0, C - past.shape[1])], past], 1)[:, -C:]
+        dropped = recent & ~wanted
+        out_of_order = wanted & (~recent | (dropped.cumsum(1) > 0))
+        most, reach = int(removed.max()), C - int(self.rolled_back)
+        if out_of_order.any() or (dropped.sum(1) != removed).any() or most > reach:
+            raise ValueError(
+                f"`attention_mask` has {past.sum(1).tolist()} tokens before the new ones where `cache` has read "
+                f"{self.lengths.tolist()}. Only the last tokens of a row can become padding, at most {reach} of them now: pass "
+                "the mask of what the cache was given, or the whole text without a cache."
+            )
+        self._make_writable()
+        self.record = None
+        self._assign(lengths=self.lengths - removed, recent=wanted)
+        if self.static:
+            self.rolled_back.add_(most)
+        else:
+            self.rolled_back += most
 
     def _recount(self, n):
         """Goes back to the begin of the record and on to n columns before its end; `_repeat` follows for the tensors."""
@@ -441,7 +483,8 @@ class FenwickLayer(CacheLayerMixin):
         """New contents, written to the old tensors if these keep their addresses."""
         for name, tensor in tensors.items():
             old = getattr(self, name)
-            if not self.keeps_addresses or old is None:
+            in_graph = torch.is_grad_enabled() and not self.static  # autograd may need the old one
+            if not self.keeps_addresses or old is None or in_graph:
                 setattr(self, name, self._keep_address(tensor.clone() if self.keeps_addresses else tensor))
             elif old is not tensor:
                 old.copy_(tensor)
@@ -525,6 +568,7 @@ class FenwickCache(Cache):
         os.close(handle)
         try:
             save_file(tensors, temporary, metadata={"format": FILE_FORMAT, "about": json.dumps(about)})
+            os.chmod(temporary, 0o666 & ~_umask())  # as any new file; `mkstemp` lets only its owner read
             os.replace(temporary, path)
         except BaseException:
             os.unlink(temporary)
@@ -555,7 +599,13 @@ class FenwickCache(Cache):
                 f"`path` {path!r} must be a cache saved by `FenwickCache.save` ({FILE_FORMAT}), "
                 f"but its format is {metadata.get('format')!r}."
             )
-        about = json.loads(metadata["about"])
+        try:
+            return cls._loaded(json.loads(metadata["about"]), tensors)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"`path` {path!r} is a damaged cache: {error!r}.") from error
+
+    @classmethod
+    def _loaded(cls, about, tensors):
         cache = cls.__new__(cls)
         Cache.__init__(cache, layers=_make_layers(about["layers"], about["static"]))
         leader = cache.layers[0]
@@ -569,6 +619,13 @@ class FenwickCache(Cache):
         for layer in cache.layers:
             layer.device, layer.dtype = layer.conv_ring.device, layer.conv_ring.dtype
         return cache
+
+
+def _umask():
+    """The process's umask, which can only be read by setting it."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def _make_layers(number, static):

@@ -23,11 +23,12 @@ class DecodeGraph:
     with an eager step, which also compiles the kernels that a recording must not wait for.
 
     Args:
+        backbone (`nn.Module`): the model whose steps these are.
         fused (`bool`, defaults to `False`): whether the blocks may take the kernels of step_loglinear.py.
     """
 
-    def __init__(self, fused=False):
-        self.fused = fused
+    def __init__(self, backbone, fused=False):
+        self.backbone, self.fused = backbone, fused
         self.graph = self.inputs = self.output = None
         self.tensors = []  # of the cache after the last step
         self.recordable = True
@@ -67,6 +68,7 @@ class DecodeGraph:
             logger.warning_once(f"Steps of `generate()` run eagerly, since one could not be recorded as a CUDA graph: {error}")
             self.recordable = False
         leader.columns, leader.rolled_back = counters
+        leader.interrupted = False
         return self.recordable
 
 
@@ -95,5 +97,8 @@ def _tensors(cache):
 
 def can_record(model) -> bool:
     """Whether a step of `model` is only kernels on one GPU: no hook of a user or of a library has to see it."""
-    hooked = any(m._forward_hooks or m._forward_pre_hooks or hasattr(m, "_hf_hook") for m in model.modules())
+    everywhere = torch.nn.modules.module
+    hooked = bool(everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks) or any(
+        m._forward_hooks or m._forward_pre_hooks or hasattr(m, "_hf_hook") for m in model.modules()
+    )
     return model.device.type == "cuda" and not hooked

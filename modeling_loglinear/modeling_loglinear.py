@@ -9,7 +9,7 @@ import copy
 import inspect
 import math
 import os
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -485,6 +485,8 @@ class LogLinearModel(LogLinearPreTrainedModel):
         cu_seqlens = _packed_borders(shape, attention_mask, cache, position_ids, cu_seq_lens_q, seq_idx)
         use_cache = self._resolve_use_cache(use_cache, cache, cu_seqlens)
         cache = self._prepare_cache(cache, shape[0]) if use_cache else None
+        if cache is not None:
+            _agree_on_past(cache, attention_mask, shape[0], shape[1])
         if cu_seqlens is not None:
             hidden_states = hidden_states.flatten(0, 1)[None]
         padding = _Padding(attention_mask, shape, hidden_states.device, has_past=cache is not None and cache.layers[0].started)
@@ -592,6 +594,8 @@ class LogLinearModel(LogLinearPreTrainedModel):
                 f"`cache` is a {type(cache).__name__}, but must be a FenwickCache or a DynamicCache or StaticCache made with "
                 "config=model.config."
             )
+        if layers and layers[0].interrupted:
+            _restart(layers)
         depth = self.config.num_hidden_layers  # fewer than there are while a draft exits early
         if len(layers) != depth:
             raise ValueError(f"`cache` has {len(layers)} layers, but this model has {depth}.")
@@ -612,9 +616,32 @@ def _one_cache(*caches):
     return given[0] if given else None
 
 
+def _restart(layers):
+    """After a forward pass that failed midway: an empty cache is as new, one with tokens cannot be used again."""
+    if layers[0].has_tokens:
+        raise ValueError(
+            "`cache` was left by a forward pass that did not come to its end: some layers have seen its tokens, others have "
+            "not. Call `reset()` and pass the whole text again, or a copy of the cache that was made before."
+        )
+    for layer in layers:
+        layer.reset()
+
+
 def _has_tokens(cache):
     layers = getattr(cache, "layers", None)
     return bool(layers) and getattr(layers[0], "started", False)
+
+
+def _agree_on_past(cache, attention_mask, batch_size, num_tokens):
+    """Where the mask begins with the columns of the cache, it says which of them were real: see `drop_padding`."""
+    leader = cache.layers[0]
+    if attention_mask is None or not leader.started or torch.compiler.is_compiling():
+        return
+    past = attention_mask.shape[-1] - num_tokens
+    if past <= 0 or (attention_mask.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return
+    if attention_mask.shape[:-1] == (batch_size,) and past == int(cache.get_seq_length()):
+        leader.drop_padding(attention_mask[:, :past] != 0)
 
 
 def _packed_borders(shape, attention_mask, cache, position_ids, cu_seq_lens_q, seq_idx):
@@ -767,7 +794,8 @@ class LogLinearForCausalLM(LogLinearPreTrainedModel, GenerationMixin):
 
     def _can_replay(self, input_ids, cache):
         """Whether this is a step of `generate()` that may be recorded and replayed: a token per row, written in place."""
-        if torch.compiler.is_compiling() or torch.is_grad_enabled() or RUNNING.get() is None:
+        graph = None if torch.compiler.is_compiling() or torch.is_grad_enabled() else RUNNING.get()
+        if graph is None or graph.backbone is not self.backbone:  # a logits processor may run another model
             return False
         if input_ids is None or input_ids.shape[1:] != (1,) or not _has_tokens(cache):
             return False
@@ -787,8 +815,11 @@ class LogLinearForCausalLM(LogLinearPreTrainedModel, GenerationMixin):
     # ---------------------------------------------------------------------------------------------------- generation
 
     def generate(self, *args, **kwargs):
-        """As in the library. On a GPU, steps are replayed as one CUDA graph, or compiled if there is a `compile_config`."""
-        with self.replaying():
+        """As in the library. On a GPU, steps are replayed as one CUDA graph, or compiled if there is a `compile_config`.
+
+        Not with a `custom_generate`, which may keep outputs that a replayed step would overwrite.
+        """
+        with nullcontext() if kwargs.get("custom_generate") else self.replaying():
             return super().generate(*args, **kwargs)
 
     @contextmanager
@@ -799,9 +830,8 @@ class LogLinearForCausalLM(LogLinearPreTrainedModel, GenerationMixin):
         """
         graph = None
         if can_record(self) and self.config.backend in ("auto", "triton"):
-            graph = DecodeGraph(
-                fused=fused_convolution is not None and can_fuse(self.backbone.layers, self.config, PARTS_OF_BLOCK)
-            )
+            fused = fused_convolution is not None and can_fuse(self.backbone.layers, self.config, PARTS_OF_BLOCK)
+            graph = DecodeGraph(self.backbone, fused)
         token = RUNNING.set(graph)
         try:
             yield
@@ -845,6 +875,13 @@ class LogLinearForCausalLM(LogLinearPreTrainedModel, GenerationMixin):
     def _prefill(self, input_ids, generation_config, model_kwargs, *args, **kwargs):
         self._check_new_tokens(input_ids, **model_kwargs)
         model_kwargs = model_kwargs | {"is_prompt": True}  # for `prepare_inputs_for_generation`
+        cache, mask = model_kwargs.get(CACHE_NAME), model_kwargs.get("attention_mask")
+        if _has_tokens(cache) and mask is not None:  # the model only gets the part of the new tokens
+            seen = int(cache.get_seq_length())
+            _agree_on_past(cache, mask, len(input_ids), mask.shape[-1] - seen)
+            if generation_config.prefill_chunk_size is not None and CACHE_NAME == "past_key_values":
+                # Transformers 5.17 would read in pieces all that it is given, what the cache holds included.
+                input_ids, model_kwargs["attention_mask"] = input_ids[:, seen - mask.shape[1] :], mask[:, seen:]
         return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
 
     @staticmethod
@@ -894,6 +931,8 @@ class LogLinearForCausalLM(LogLinearPreTrainedModel, GenerationMixin):
         finally:
             for layer, record_past in zip(getattr(cache, "layers", ()), before):
                 layer.record_past = record_past
+                if not record_past:
+                    layer.record = None
 
     @staticmethod
     def create_masks_for_generate(attention_mask=None, **kwargs):

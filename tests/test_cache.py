@@ -346,12 +346,12 @@ def test_static_equals_dynamic_and_keeps_addresses():
     both(ids, attention_mask=mask)
 
 
-@pytest.mark.parametrize("kind", ["fenwick", "DynamicCache(config)"])
+@pytest.mark.parametrize("kind", ["fenwick", "DynamicCache(config)", "static"])
 def test_cache_from_inference_mode(kind):
-    """A cache filled in `torch.inference_mode` goes on outside of it: steps, pieces, reset and crop."""
+    """A cache filled in `torch.inference_mode` goes on outside of it: steps, pieces, reset, crop, other rows."""
     ids = random_tokens(1, 60)
     expected = fresh_logits(ids[0].tolist())
-    for action in ("step", "piece", "crop", "reset"):
+    for action in ("step", "piece", "crop", "reset", "reorder", "repeat"):
         cache = new_cache(kind)
         with torch.inference_mode():
             MODEL(ids[:, :40], past_key_values=cache)
@@ -360,6 +360,13 @@ def test_cache_from_inference_mode(kind):
             cache.crop(-3)
         elif action == "reset":
             cache.reset()
+        elif action == "reorder":
+            cache.reorder_cache(torch.tensor([0]))
+        elif action == "repeat":
+            cache.batch_repeat_interleave(2)
+            MODEL(random_tokens(2, 1), past_key_values=cache)
+            cache.crop(-1)
+            cache.batch_select_indices(torch.tensor([1]))
         steps = ids[:, done:].split(1 if action in ("step", "crop") else 60, dim=1)
         found = torch.cat([MODEL(step, past_key_values=cache).logits for step in steps], 1)[0]
         assert (found - expected[done:]).abs().max() < TOLERANCE
@@ -394,6 +401,45 @@ def test_gradients_through_a_cache():
         whole = MODEL(ids, use_cache=False).logits.sum()
         expected = torch.autograd.grad(whole, MODEL.backbone.embeddings.weight)[0]
     assert (found - expected).abs().max() < 1e-3 * expected.abs().max()
+
+
+def test_gradients_after_replayed_steps():
+    """A cache whose tensors have kept their addresses, as for a CUDA graph, still gives a piece what its gradient needs."""
+    cache, ids = FenwickCache(MODEL.config), random_tokens(1, 70)
+    for layer in cache.layers:
+        layer.keeps_addresses = True
+    MODEL(ids[:, :30], past_key_values=cache)
+    with torch.enable_grad():
+        logits = [MODEL(piece, past_key_values=cache).logits for piece in ids[:, 30:].split([20, 19, 1], dim=1)]
+        torch.cat(logits, 1).sum().backward()
+    assert (torch.cat(logits, 1)[0] - fresh_logits(ids[0].tolist())[30:]).abs().max() < TOLERANCE
+    assert MODEL.backbone.embeddings.weight.grad.isfinite().all()
+    MODEL.zero_grad()
+
+
+@pytest.mark.parametrize("kind", ["fenwick", "static"])
+def test_a_pass_that_fails_midway(kind):
+    """Some layers have then seen its tokens and others not: the cache says so instead of going on; an empty one is as new."""
+    cache, ids = new_cache(kind), random_tokens(2, 40)
+
+    def failing(ids):
+        def fail(*_):
+            raise torch.OutOfMemoryError("no memory left")
+
+        hook = MODEL.backbone.layers[1].register_forward_pre_hook(fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            MODEL(ids, past_key_values=cache)
+        hook.remove()
+
+    failing(ids[:, :7])
+    MODEL(ids, past_key_values=cache)
+    for piece in (random_tokens(2, 33), random_tokens(2, 1)):
+        failing(piece)
+        with pytest.raises(ValueError, match="`cache` was left by a forward pass that did not come to its end"):
+            MODEL(piece, past_key_values=cache)
+        cache.reset()
+        found = MODEL(ids, past_key_values=cache).logits
+        assert (found - MODEL(ids, use_cache=False).logits).abs().max() < TOLERANCE
 
 
 # ----------------------------------------------------------------------------------------------------------- wrong caches
@@ -469,6 +515,8 @@ def test_saved_cache_is_the_same(kind, tmp_path):
     assert torch.equal(MODEL(piece, past_key_values=loaded).logits, MODEL(piece, past_key_values=cache).logits)
     with pytest.raises(ValueError, match="`batch_size` is 2 in the cache and 1 here"):
         MODEL(piece[:1], past_key_values=FenwickCache.load(tmp_path / "a"))
+    (tmp_path / "plain").touch()
+    assert (tmp_path / "a").stat().st_mode == (tmp_path / "plain").stat().st_mode  # who may read a new file may read it
     half = small_model().bfloat16()
     cache = new_cache(kind, half)
     half(ids, attention_mask=mask, past_key_values=cache)
@@ -497,6 +545,11 @@ def test_wrong_files(tmp_path, monkeypatch):
     save_file({"weight": torch.zeros(2)}, tmp_path / "foreign")
     with pytest.raises(ValueError, match=r"must be a cache saved by `FenwickCache.save` \(loglinear-fenwick-cache-1\)"):
         FenwickCache.load(tmp_path / "foreign")
+
+    for about in ("{", '{"layers": 1, "static": false, "sizes": {}}'):
+        save_file({"weight": torch.zeros(2)}, tmp_path / "damaged", {"format": module.FILE_FORMAT, "about": about})
+        with pytest.raises(ValueError, match="is a damaged cache"):
+            FenwickCache.load(tmp_path / "damaged")
 
     def full_disk(tensors, file, metadata):
         with open(file, "wb") as stream:

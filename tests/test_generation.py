@@ -17,7 +17,7 @@ The cases of the library's own generation tests, and where they are here:
 | `logits_to_keep` | test_logits_to_keep |
 | scores, logits, hidden states, dict outputs | test_outputs |
 | continue from a returned cache, chat, padding inside the new piece | test_continue_*, test_chat |
-| prefill in pieces (`prefill_chunk_size`) | test_prefill_in_pieces |
+| prefill in pieces (`prefill_chunk_size`), also after a cache | test_prefill_in_pieces* |
 | longer than `max_position_embeddings`, default length | test_longer_than_max_position_embeddings |
 | classifier-free guidance, custom generation loop, no prompt | test_other_entries |
 | streaming, stopping, stop strings, pipeline | test_streaming, test_stopping, test_pipeline |
@@ -39,6 +39,8 @@ from transformers import (
     DynamicCache,
     GenerationConfig,
     GenerationMixin,
+    LogitsProcessor,
+    LogitsProcessorList,
     PreTrainedTokenizerFast,
     StaticCache,
     StoppingCriteria,
@@ -383,6 +385,30 @@ def test_continue_with_padded_pieces(side, whole):
         assert text == greedy(torch.cat([row, begin, turn]))
 
 
+@pytest.mark.parametrize("implementation", [None, "static"])
+def test_continue_after_rows_that_end_early(implementation):
+    """The padding after a row's end has been fed to the model as well; the next turn's mask takes it back."""
+    end = EXPECTED[1][6]
+    ids, mask = padded(ROWS, "left")
+    kwargs = dict(do_sample=False, return_dict_in_generate=True, cache_implementation=implementation)
+    first = MODEL.generate(ids, attention_mask=mask, max_new_tokens=20, eos_token_id=end, pad_token_id=0, **kwargs)
+    written = [expected[: expected.index(end) + 1 if end in expected[:20] else 20] for expected in EXPECTED]
+    assert sorted(map(len, written))[0] < sorted(map(len, written))[-1]
+    turn = random_tokens(3, 4, seed=8)
+    real = [[1] * len(row) + [0] * (first.sequences.shape[1] - ids.shape[1] - len(row)) for row in written]
+    mask = torch.cat([mask, torch.tensor(real), torch.ones_like(turn)], 1)
+    new, cache = torch.cat([first.sequences, turn], 1), first[CACHE_NAME]
+    wrong = mask.clone()
+    wrong[2, ids.shape[1] - 3] = 0  # in the middle of what was read
+    lengths = cache.layers[0].lengths.clone()
+    with pytest.raises(ValueError, match="`attention_mask` has .* Only the last tokens of a row can become padding"):
+        generate(new, attention_mask=wrong, **{CACHE_NAME: cache})
+    assert torch.equal(cache.layers[0].lengths, lengths)
+    found = generate(new, attention_mask=mask, **{CACHE_NAME: cache})
+    for row, begin, more, text in zip(ROWS, written, turn, found):
+        assert text == greedy(torch.cat([row, torch.tensor(begin), more]))
+
+
 @pytest.mark.parametrize("missing", [0, 3])
 def test_a_cache_that_covers_the_prompt(missing):
     """Nothing would be left to start from: the error says so, for the whole text and for new tokens without a mask."""
@@ -413,6 +439,21 @@ def test_prefill_in_pieces(implementation, size):
     """`prefill_chunk_size` of one token, odd, one chunk and more than the prompt: the same text, also of a ragged batch."""
     ids, mask = padded(ROWS, "mixed")
     assert_rows(ids, 10, attention_mask=mask, prefill_chunk_size=size, cache_implementation=implementation)
+
+
+def test_prefill_in_pieces_after_a_cache():
+    """Only what the cache does not hold is read, in pieces, the new text given alone or with the old."""
+    ids, mask = padded(ROWS, "mixed")
+    seen = ids.shape[1] - 15
+    for new in (ids, ids[:, seen:]):
+        cache = FenwickCache(MODEL.config)
+        with torch.no_grad():
+            MODEL(ids[:, :seen], attention_mask=mask[:, :seen], **{CACHE_NAME: cache})
+        found = MODEL.generate(
+            new, attention_mask=mask, do_sample=False, max_new_tokens=10, prefill_chunk_size=4, **{CACHE_NAME: cache}
+        )
+        assert found[:, new.shape[1] :].tolist() == [expected[:10] for expected in EXPECTED]
+        assert cache.get_seq_length() == ids.shape[1] + 9
 
 
 def test_longer_than_max_position_embeddings():
@@ -632,6 +673,35 @@ def test_replayed_steps_of_ones_own_loop(stand_in):
     torch.testing.assert_close(torch.cat(logits, 1), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_a_loop_of_the_users_is_not_replayed(stand_in):
+    """Whoever writes a loop for `custom_generate` may keep the outputs of its steps; and a model that a logits processor runs
+    meanwhile is not taken for the one that generates."""
+    kept = []
+
+    def loop(model, input_ids, **kwargs):
+        cache = FenwickCache(model.config)
+        for token in input_ids[:, :20].split([10] + [1] * 10, 1):
+            kept.append(model(token, **{CACHE_NAME: cache}).logits)
+        return input_ids
+
+    class OtherModel(LogitsProcessor):
+        cache = FenwickCache(DRAFT.config)
+
+        def __call__(self, input_ids, scores):
+            kept.append(DRAFT(input_ids[:, -1:], **{CACHE_NAME: self.cache}).logits)
+            return scores
+
+    with torch.no_grad():
+        MODEL.generate(ROWS[0][None], custom_generate=loop, max_new_tokens=1)
+        expected = MODEL(ROWS[0][None, :20], use_cache=False).logits
+        torch.testing.assert_close(torch.cat(kept, 1), expected, rtol=1e-4, atol=1e-4)
+        assert stand_in.recorded == 0
+        kept.clear()
+        assert generate(ROWS[0][None], logits_processor=LogitsProcessorList([OtherModel()])) == [EXPECTED[0]]
+        read = torch.tensor([[ROWS[0][-1], *EXPECTED[0][:-1]]])
+        torch.testing.assert_close(torch.cat(kept, 1), DRAFT(read, use_cache=False).logits, rtol=1e-4, atol=1e-4)
+
+
 def test_replayed_beams(stand_in):
     """Beams reorder the cache in place between two steps; what is written is the same."""
     expected = generate(ROWS[0][None], num_beams=3)
@@ -722,7 +792,7 @@ def test_a_static_cache_is_compiled_only_on_request(monkeypatch):
     """Where steps are recorded, the library compiles only with a `compile_config`; elsewhere it decides alone."""
     monkeypatch.setattr(GenerationMixin, "_valid_auto_compile_criteria", lambda *_: True)
     asked = GenerationConfig(compile_config=CompileConfig())
-    token = graph_loglinear.RUNNING.set(graph_loglinear.DecodeGraph())
+    token = graph_loglinear.RUNNING.set(graph_loglinear.DecodeGraph(MODEL.backbone))
     try:
         assert not MODEL._valid_auto_compile_criteria({}, GenerationConfig())
         assert MODEL._valid_auto_compile_criteria({}, asked)
