@@ -450,8 +450,9 @@ class LogLinearModel(LogLinearPreTrainedModel):
         Args:
             input_ids (`torch.LongTensor` of shape `[B, T]`, *optional*): exactly one of `input_ids` and `inputs_embeds`.
             attention_mask (`torch.Tensor` of shape `[B, T]` or `[B, past + T]`, *optional*): 1 at real tokens, 0 at padding,
-                which may stand anywhere; the last T columns count. A padded position returns the output of the last real
-                token before it (zeros if there is none).
+                which may stand anywhere. A padded position returns the output of the last real token before it (zeros if
+                there is none). Columns before the last T say what was real in the past: the last tokens of a row that are
+                padding by now, as after its end in `generate()`, are taken back.
             position_ids (`torch.LongTensor` of shape `[1, T]`, *optional*): read only if B = 1 and there is neither a mask
                 nor a cache: a position that does not follow the one before it starts a new packed sequence.
             past_key_values, cache, cache_params (`Cache`, *optional*): names of the same thing, a [`FenwickCache`] or a
