@@ -551,11 +551,13 @@ class FenwickCache(Cache):
             path (`str` or `os.PathLike`): the file. Its folder must exist.
 
         Raises:
-            ValueError: for a cache without tokens.
+            ValueError: for a cache without tokens, or whose last forward pass failed midway.
         """
         leader = self.layers[0]
         if not leader.started:
             raise ValueError("`save` needs a cache with tokens, but this one is empty.")
+        if leader.interrupted:
+            raise ValueError("`save` needs a cache whose last forward pass came to its end, but that of this one failed.")
         tensors = {
             f"{index}.{name}": tensor.contiguous()
             for index, layer in enumerate(self.layers)

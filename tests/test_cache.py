@@ -418,7 +418,7 @@ def test_gradients_after_replayed_steps():
 
 
 @pytest.mark.parametrize("kind", ["fenwick", "static"])
-def test_a_pass_that_fails_midway(kind):
+def test_a_pass_that_fails_midway(kind, tmp_path):
     """Some layers have then seen its tokens and others not: the cache says so instead of going on; an empty one is as new."""
     cache, ids = new_cache(kind), random_tokens(2, 40)
 
@@ -437,6 +437,8 @@ def test_a_pass_that_fails_midway(kind):
         failing(piece)
         with pytest.raises(ValueError, match="`cache` was left by a forward pass that did not come to its end"):
             MODEL(piece, past_key_values=cache)
+        with pytest.raises(ValueError, match="whose last forward pass came to its end"):
+            cache.save(tmp_path / "cache")
         cache.reset()
         found = MODEL(ids, past_key_values=cache).logits
         assert (found - MODEL(ids, use_cache=False).logits).abs().max() < TOLERANCE
