@@ -6,7 +6,7 @@ raw inputs of its convolution, in a ring of the same length. Since both are raw,
 
 import json
 import os
-import tempfile
+import uuid
 from typing import NamedTuple
 
 import torch
@@ -480,11 +480,11 @@ class FenwickLayer(CacheLayerMixin):
         return {name: tensor for name, tensor in tensors.items() if torch.is_tensor(tensor)}
 
     def _assign(self, **tensors):
-        """New contents, written to the old tensors if these keep their addresses."""
+        """New contents, written to the old tensors if these keep their addresses; only a static layer insists on that."""
+        in_place = self.static or self.keeps_addresses and not torch.is_grad_enabled()  # autograd may need the old ones
         for name, tensor in tensors.items():
             old = getattr(self, name)
-            in_graph = torch.is_grad_enabled() and not self.static  # autograd may need the old one
-            if not self.keeps_addresses or old is None or in_graph:
+            if old is None or not in_place:
                 setattr(self, name, self._keep_address(tensor.clone() if self.keeps_addresses else tensor))
             elif old is not tensor:
                 old.copy_(tensor)
@@ -566,11 +566,12 @@ class FenwickCache(Cache):
         counters = {name: int(getattr(leader, name)) for name in ("columns", "rolled_back")}
         about = {"layers": len(self.layers), "static": leader.static, "sizes": leader.sizes._asdict(), **counters}
         path = os.fspath(path)
-        handle, temporary = tempfile.mkstemp(dir=os.path.dirname(path) or ".", suffix=".tmp")
-        os.close(handle)
+        temporary = f"{path}.{uuid.uuid4().hex}.tmp"
+        with open(temporary, "xb") as file:
+            mode = os.stat(file.fileno()).st_mode
         try:
             save_file(tensors, temporary, metadata={"format": FILE_FORMAT, "about": json.dumps(about)})
-            os.chmod(temporary, 0o666 & ~_umask())  # as any new file; `mkstemp` lets only its owner read
+            os.chmod(temporary, mode)  # that of any new file; `save_file` lets only the owner read it
             os.replace(temporary, path)
         except BaseException:
             os.unlink(temporary)
@@ -621,13 +622,6 @@ class FenwickCache(Cache):
         for layer in cache.layers:
             layer.device, layer.dtype = layer.conv_ring.device, layer.conv_ring.dtype
         return cache
-
-
-def _umask():
-    """The process's umask, which can only be read by setting it."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _make_layers(number, static):

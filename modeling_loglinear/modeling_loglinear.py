@@ -487,7 +487,7 @@ class LogLinearModel(LogLinearPreTrainedModel):
         use_cache = self._resolve_use_cache(use_cache, cache, cu_seqlens)
         cache = self._prepare_cache(cache, shape[0]) if use_cache else None
         if cache is not None:
-            _agree_on_past(cache, attention_mask, shape[0], shape[1])
+            _agree_on_past(cache, attention_mask, shape)
         if cu_seqlens is not None:
             hidden_states = hidden_states.flatten(0, 1)[None]
         padding = _Padding(attention_mask, shape, hidden_states.device, has_past=cache is not None and cache.layers[0].started)
@@ -633,15 +633,16 @@ def _has_tokens(cache):
     return bool(layers) and getattr(layers[0], "started", False)
 
 
-def _agree_on_past(cache, attention_mask, batch_size, num_tokens):
-    """Where the mask begins with the columns of the cache, it says which of them were real: see `drop_padding`."""
+def _agree_on_past(cache, attention_mask, shape):
+    """Where the mask of new tokens, [B, T] = `shape`, begins with the columns of the cache, it says which of these were real:
+    see `drop_padding`."""
     leader = cache.layers[0]
     if attention_mask is None or not leader.started or torch.compiler.is_compiling():
         return
-    past = attention_mask.shape[-1] - num_tokens
+    past = attention_mask.shape[-1] - shape[1]
     if past <= 0 or (attention_mask.is_cuda and torch.cuda.is_current_stream_capturing()):
         return
-    if attention_mask.shape[:-1] == (batch_size,) and past == int(cache.get_seq_length()):
+    if attention_mask.shape[:-1] == shape[:1] and past == int(cache.get_seq_length()):
         leader.drop_padding(attention_mask[:, :past] != 0)
 
 
@@ -879,7 +880,7 @@ class LogLinearForCausalLM(LogLinearPreTrainedModel, GenerationMixin):
         cache, mask = model_kwargs.get(CACHE_NAME), model_kwargs.get("attention_mask")
         if _has_tokens(cache) and mask is not None:  # the model only gets the part of the new tokens
             seen = int(cache.get_seq_length())
-            _agree_on_past(cache, mask, len(input_ids), mask.shape[-1] - seen)
+            _agree_on_past(cache, mask, (len(input_ids), mask.shape[-1] - seen))
             if generation_config.prefill_chunk_size is not None and CACHE_NAME == "past_key_values":
                 # Transformers 5.17 would read in pieces all that it is given, what the cache holds included.
                 input_ids, model_kwargs["attention_mask"] = input_ids[:, seen - mask.shape[1] :], mask[:, seen:]
