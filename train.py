@@ -272,30 +272,31 @@ def unigram_perplexity(blocks) -> float:
 
 def build_model(model_args: ModelArguments, tokenizer, block_size: int):
     """A model from scratch, its context as long as a block, or a checkpoint with changed configuration fields."""
+    special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    config = build_config(model_args, block_size, vocab_size=len(tokenizer), **special)
+    if config.vocab_size < len(tokenizer):
+        raise ValueError(f"vocab_size={config.vocab_size} of the model is below the tokenizer's {len(tokenizer)}.")
+    if not model_args.model_name_or_path:
+        return AutoModelForCausalLM.from_config(config)
+    path, trust = model_args.model_name_or_path, model_args.trust_remote_code
+    return AutoModelForCausalLM.from_pretrained(path, config=config, trust_remote_code=trust, dtype=torch.float32)
+
+
+def build_config(model_args: ModelArguments, block_size: int, **from_tokenizer):
+    """The checkpoint's configuration, or a new one that follows the block and the tokenizer, with the user's fields on top."""
     fields = model_args.config_fields()
     if model_args.model_name_or_path:
         path, trust = model_args.model_name_or_path, model_args.trust_remote_code
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust)
-        _check_config_fields(fields, config)
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust, **fields)
-        model = AutoModelForCausalLM.from_pretrained(path, config=config, trust_remote_code=trust, dtype=torch.float32)
-    else:
-        if model_args.model_type not in CONFIG_MAPPING:
-            close = _did_you_mean(model_args.model_type, CONFIG_MAPPING)
-            raise ValueError(f"model_type={model_args.model_type!r} is no model type of Transformers{close}")
-        defaults = CONFIG_MAPPING[model_args.model_type]()
-        _check_config_fields(fields, defaults)
-        derived = {
-            "vocab_size": len(tokenizer),
-            "max_position_embeddings": block_size,
-            **{name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
-        }
-        derived = {name: value for name, value in derived.items() if hasattr(defaults, name)}
-        config = AutoConfig.for_model(model_args.model_type, **{**derived, **fields})
-        model = AutoModelForCausalLM.from_config(config)
-    if config.vocab_size < len(tokenizer):
-        raise ValueError(f"vocab_size={config.vocab_size} of the model is below the tokenizer's {len(tokenizer)}.")
-    return model
+        _check_config_fields(fields, AutoConfig.from_pretrained(path, trust_remote_code=trust))
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust, **fields)
+    if model_args.model_type not in CONFIG_MAPPING:
+        close = _did_you_mean(model_args.model_type, CONFIG_MAPPING)
+        raise ValueError(f"model_type={model_args.model_type!r} is no model type of Transformers{close}")
+    defaults = CONFIG_MAPPING[model_args.model_type]()
+    _check_config_fields(fields, defaults)
+    derived = {"max_position_embeddings": block_size, **from_tokenizer}
+    derived = {name: value for name, value in derived.items() if hasattr(defaults, name)}
+    return AutoConfig.for_model(model_args.model_type, **{**derived, **fields})
 
 
 def _check_config_fields(fields: dict, config) -> None:
@@ -386,6 +387,7 @@ def prepare(argv: list[str]) -> Run:
     if data_args.streaming and training_args.max_steps <= 0:
         raise ValueError("streaming needs --max_steps: the length of the dataset is not known beforehand.")
     _check_ranges(model_args, training_args)
+    build_config(model_args, data_args.block_size)  # whose errors should not wait for the text
     record = run_record(model_args, data_args)
     checkpoint = checkpoint_to_resume(record, training_args)
     with training_args.main_process_first(desc="preparing the data"):

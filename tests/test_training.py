@@ -135,6 +135,7 @@ def test_wrong_presets_are_named(tmp_path, preset, message, capsys):
         (["--config", "{hidden_size: 3}"], "config='{hidden_size: 3}' must be a JSON object"),
         (["--config_overrides", "hidden_size"], "config_overrides='hidden_size' must read name=value"),
         (["--config_overrides", "hidden_sise=3"], "'hidden_sise' is no field .* did you mean 'hidden_size'"),
+        (["--config_overrides", "num_heads=7", "--dataset", "read/later"], "num_heads"),
         (["--config_overrides", "vocab_size=280"], "vocab_size=280 of the model is below the tokenizer's"),
         (["--config_overrides", "lambda_mode=cubic"], "cubic"),
         (["--model_type", "lama"], "model_type='lama' is no model type of Transformers; did you mean .*'llama'"),
