@@ -528,16 +528,20 @@ class LogLinearModel(LogLinearPreTrainedModel):
         return hidden_states
 
     def _run_blocks(self, hidden_states, cache, layout, all_hidden_states):
+        offloading = cache is not None and cache.offloading
         # A draft that exits early has a config of fewer blocks.
         for index, block in zip(range(self.config.num_hidden_layers), self.layers):
             if all_hidden_states is not None:
                 all_hidden_states.append(hidden_states)
             cache_layer = None if cache is None else cache.layers[index]
-            if cache is not None and cache.offloading:
+            if offloading:
                 cache_layer.prefetch()
             hidden_states = block(hidden_states, cache_layer, layout)
-            if cache is not None and cache.offloading:
+            if offloading:
                 cache_layer.offload()
+        if offloading:  # who copies or saves the cache next would read it while the copies still arrive
+            for device in {cache_layer.device for cache_layer in cache.layers}:
+                torch.accelerator.synchronize(device)
         return hidden_states
 
     def _embed(self, input_ids):

@@ -22,7 +22,8 @@ The cases of the library's own generation tests, and where they are here:
 | classifier-free guidance, custom generation loop, no prompt | test_other_entries |
 | streaming, stopping, stop strings, pipeline | test_streaming, test_stopping, test_pipeline |
 | steps replayed as a CUDA graph (every cache, beams, ragged rows, going on with a cache), its failure | test_replayed_* |
-| static (compiled, replayed) and offloaded on a GPU, no waiting | test_caches_on_a_gpu, test_a_step_never_waits_* |
+| static (compiled, replayed) and offloaded on a GPU | test_caches_on_a_gpu, test_an_offloaded_* |
+| no step waits for the device | test_a_step_never_waits_* |
 | `torch.inference_mode`, several threads | test_inference_mode, test_threads |
 """
 
@@ -786,6 +787,21 @@ def test_caches_on_a_gpu(kwargs):
         expected = model(output.sequences, attention_mask=mask, use_cache=False).logits[:, ids.shape[1] - 1 : -1]
     found = torch.stack(output.logits, 1)
     assert (found - expected).abs().max() < 2e-2 * expected.abs().max()
+
+
+@needs_gpu
+@torch.no_grad()
+def test_an_offloaded_cache_may_be_read_at_once():
+    """A copy made right after a forward pass is the cache: what goes to the CPU has arrived by then."""
+    model = small_model(state_size=16).cuda()
+    cache = FenwickCache(model.config, offloading=True)
+    model(random_tokens(256, 500).cuda(), past_key_values=cache)
+    copied = copy.deepcopy(cache)
+    torch.cuda.synchronize()
+    for layer, other in zip(cache.layers, copied.layers):
+        assert layer.levels.device.type == "cpu"
+        for name, tensor in layer.tensors().items():
+            assert torch.equal(tensor, other.tensors()[name]), name
 
 
 def test_a_static_cache_is_compiled_only_on_request(monkeypatch):
